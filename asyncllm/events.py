@@ -124,3 +124,31 @@ class Chunk:
     logprobs: tuple[Logprob, ...] | None
     index: int
     finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Posted by the engine thread: one output sequence's news of one step."""
+
+    request_id: str
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Posted by the engine thread: a request ended, all its sequences with it."""
+
+    request_id: str
+    cached_tokens: int = 0
+    queued_s: float = 0.0
+    first_token_s: float | None = None
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None
+    error: BaseException | None = None
+
+
+Event = Delta | Done

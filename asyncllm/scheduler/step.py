@@ -131,6 +131,10 @@ class StepResult:
     launch_failures: tuple[str, ...] = ()
 
 
+class StepInterrupted(Exception):
+    """A runner gave up a step because the engine is ending; nothing of the step counts."""
+
+
 Ticket = Any
 
 

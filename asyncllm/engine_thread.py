@@ -1,0 +1,413 @@
+"""The one thread that owns scheduler, runner and device.
+
+It talks to the event loop through a command queue (in) and one post a step (out); the two never
+wait for each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from asyncllm.errors import AsyncLLMError, EngineClosedError, RequestError
+from asyncllm.events import Delta, Done, Event, Logprob
+from asyncllm.info import EngineStats, LoadProgress, ModelInfo
+from asyncllm.options import SamplingParams
+from asyncllm.scheduler.request import Request
+from asyncllm.scheduler.request import Sequence as OutputSequence
+from asyncllm.scheduler.scheduler import Emission, NoPlan, Scheduler
+from asyncllm.scheduler.step import Runner, StepInterrupted, Ticket, TokenLogprob
+
+IDLE_LOOK_S = 0.5  # how often an idle thread looks whether anybody is still there
+
+
+class TextStream(Protocol):
+    """Makes one output's text from its tokens, see `text/stream.py`."""
+
+    def feed(self, ids: Sequence[int]) -> tuple[str, str | None]:
+        """Take tokens; give the text that is settled, and the stop string that was met."""
+
+    def flush(self) -> str:
+        """Give what was held back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Face:
+    """What the event loop sees of a loaded model: nothing that holds weights or K/V."""
+
+    info: ModelInfo
+    tokenizer: Any
+    generation_defaults: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What loading built, all of it owned by the engine thread from then on."""
+
+    face: Face
+    scheduler: Scheduler
+    runner: Runner
+    new_text: Callable[[SamplingParams], TextStream]
+    token_text: Callable[[int], str]
+    pool_bytes: Callable[[], int]
+    close: Callable[[], None]
+
+
+class Loading(Protocol):
+    """What `build` may call while it runs."""
+
+    def progress(self, report: LoadProgress) -> None:
+        """Tell the application how far loading is."""
+
+    def should_stop(self) -> bool:
+        """Whether to give up: the load was cancelled or the process is ending."""
+
+
+@dataclass(slots=True)
+class Submission:
+    """A request on its way to the engine thread; `cancelled` may be set from any thread."""
+
+    request_id: str
+    created_at: float
+    params: SamplingParams
+    deadline: float | None = None
+    request: Request | None = None
+    error: Exception | None = None
+    cancelled: bool = False
+    prompt_logprobs: list[Logprob | None] = field(default_factory=list)
+
+
+class Mailbox(Protocol):
+    """The event loop's end of the wire. Every method may be called from the engine thread."""
+
+    def post(self, events: list[Event]) -> bool:
+        """Hand a step's events over; False when the loop is gone."""
+
+    def post_progress(self, report: LoadProgress) -> None:
+        """Hand a load report over."""
+
+    def post_loaded(self, face: Face) -> None:
+        """Loading is done."""
+
+    def post_ended(self, error: BaseException | None) -> None:
+        """The thread's last word; `error` is what nobody asked for."""
+
+    def is_gone(self) -> bool:
+        """Whether the loop is closed for good."""
+
+
+class EngineThread:
+    """Runs `build` and then the step loop until it is closed.
+
+    Args:
+        build: makes the parts; called on the thread.
+        mailbox: where events go.
+    """
+
+    def __init__(self, build: Callable[[Loading], Parts], mailbox: Mailbox) -> None:
+        self._build = build
+        self._mailbox = mailbox
+        self._commands: queue.SimpleQueue[Submission | str | None] = queue.SimpleQueue()
+        self._open: dict[str, Submission] = {}
+        self._deadlines: list[tuple[float, int, Submission]] = []
+        self._tie = itertools.count()
+        self._events: list[Event] = []
+        self._outstanding: Ticket | None = None
+        self._closing = False
+        self._received = 0
+        self._parts: Parts | None = None
+        self.stats = EngineStats()
+        # Not a daemon: a daemon inside torch while the interpreter ends aborts the process.
+        self._thread = threading.Thread(target=self._run, name="asyncllm-engine", daemon=False)
+
+    # Called from any thread.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, submission: Submission) -> None:
+        self._commands.put(submission)
+
+    def cancel(self, request_id: str) -> None:
+        self._commands.put(request_id)
+
+    def close(self) -> None:
+        """End the thread, at the latest when the step in flight ends. Idempotent."""
+        self._closing = True
+        self._commands.put(None)
+
+    def join(self) -> None:
+        """Wait until the thread has ended; at once if it never started."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def should_stop(self) -> bool:
+        """Whether a long step or load is to be given up."""
+        return self._closing or not threading.main_thread().is_alive()
+
+    def progress(self, report: LoadProgress) -> None:
+        self._mailbox.post_progress(report)
+
+    # On the thread.
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._parts = self._build(self)
+            self._scheduler, self._runner = self._parts.scheduler, self._parts.runner
+            self._publish()
+            self._mailbox.post_loaded(self._parts.face)
+            self._loop()
+        except BaseException as exc:  # whatever it is, the open requests must hear of it
+            error = exc
+        try:
+            self._wind_up(orderly=error is None)
+        except BaseException as exc:
+            error = error or exc
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # they hold the weights
+        self._mailbox.post_ended(error)
+
+    def _wind_up(self, *, orderly: bool) -> None:
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        if orderly:
+            for submission in list(self._open.values()):
+                self._end(submission, EngineClosedError("the engine was closed"))
+        del self._scheduler, self._runner
+        parts.close()
+        self.stats = EngineStats(
+            received=self.stats.received,
+            steps=self.stats.steps,
+            finished=self.stats.finished,
+            cancelled=self.stats.cancelled,
+            failed=self.stats.failed,
+        )
+        self._post()
+
+    def _loop(self) -> None:
+        while True:
+            busy = self._scheduler.has_work or self._outstanding is not None
+            self._take_commands(wait=not busy)
+            if self.should_stop() or self._mailbox.is_gone():
+                return
+            self._expire()
+            if self._scheduler.has_work or self._outstanding is not None:
+                try:
+                    self._step()
+                except StepInterrupted:
+                    continue  # only raised when this thread is to end
+            self._publish()
+            if not self._post():
+                return
+
+    @property
+    def _loaded(self) -> Parts:
+        if self._parts is None:
+            raise RuntimeError("the engine thread has no model")
+        return self._parts
+
+    def _take_commands(self, *, wait: bool) -> None:
+        if wait:
+            self._scheduler.check()
+            try:
+                self._take(self._commands.get(timeout=self._patience()))
+            except queue.Empty:
+                return
+        while True:
+            try:
+                self._take(self._commands.get_nowait())
+            except queue.Empty:
+                return
+
+    def _patience(self) -> float:
+        if not self._deadlines:
+            return IDLE_LOOK_S
+        return min(IDLE_LOOK_S, max(0.0, self._deadlines[0][0] - time.perf_counter()))
+
+    def _take(self, command: Submission | str | None) -> None:
+        if isinstance(command, Submission):
+            self._admit(command)
+        elif command is not None and command in self._open:
+            self._end(self._open[command], None)
+
+    def _admit(self, submission: Submission) -> None:
+        self._received += 1
+        self._open[submission.request_id] = submission
+        request = submission.request
+        if submission.cancelled:
+            self._end(submission, None)
+        elif submission.error is not None or request is None:
+            self._end(submission, submission.error or RequestError("the prompt was not prepared"))
+        else:
+            for sequence in request.sequences:
+                sequence.text = self._loaded.new_text(submission.params)
+            try:
+                self._scheduler.add(request)
+            except AsyncLLMError as exc:
+                submission.request = None
+                self._end(submission, exc)
+                return
+            if submission.deadline is not None:
+                entry = (submission.deadline, next(self._tie), submission)
+                heapq.heappush(self._deadlines, entry)
+
+    def _expire(self) -> None:
+        now = time.perf_counter()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            submission = heapq.heappop(self._deadlines)[2]
+            if self._open.get(submission.request_id) is submission:
+                after = now - submission.created_at
+                self._end(submission, TimeoutError(f"the request timed out after {after:.3f} s"))
+
+    def _end(self, submission: Submission, error: Exception | None) -> None:
+        """End an open request from outside: cancelled, timed out, closed, or never begun."""
+        request = submission.request
+        for sequence in self._scheduler.cancel(request) if request is not None else ():
+            self._events.append(
+                Delta(
+                    submission.request_id,
+                    sequence.index,
+                    text=sequence.text.flush(),
+                    finish_reason="cancelled",
+                )
+            )
+        self._done(submission, error)
+
+    def _done(self, submission: Submission, error: BaseException | None) -> None:
+        del self._open[submission.request_id]
+        created = submission.created_at
+        sequences = submission.request.sequences if submission.request is not None else ()
+        admitted = [s.admitted_at for s in sequences if s.admitted_at is not None]
+        first = [s.first_token_at for s in sequences if s.first_token_at is not None]
+        wanted = submission.params.prompt_logprobs is not None
+        self._events.append(
+            Done(
+                submission.request_id,
+                cached_tokens=sequences[0].cached_tokens if sequences else 0,
+                queued_s=(min(admitted) if admitted else time.perf_counter()) - created,
+                first_token_s=min(first) - created if first else None,
+                prompt_logprobs=(None, *submission.prompt_logprobs) if wanted else None,
+                error=error,
+            )
+        )
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan()
+        if plan is NoPlan.COLLECT_FIRST:
+            self._finish_outstanding()
+            plan = self._scheduler.plan()
+        if isinstance(plan, NoPlan):
+            if self._outstanding is None and self._scheduler.has_work:
+                raise RuntimeError(f"the scheduler has work but plans none ({plan.name})")
+            self._finish_outstanding()
+            return
+        ticket = self._runner.submit(plan)
+        if self._runner.one_step_ahead:
+            # The step before is read, worded and posted while the device works on this one.
+            self._finish_outstanding()
+            self._outstanding = ticket
+        else:
+            self._finish(ticket)
+
+    def _finish_outstanding(self) -> None:
+        if self._outstanding is not None:
+            ticket, self._outstanding = self._outstanding, None
+            self._finish(ticket)
+
+    def _finish(self, ticket: Ticket) -> None:
+        result = self._runner.collect(ticket)
+        texts: dict[int, str] = {}
+        stops: dict[int, str] = {}
+        for row in result.rows:
+            sequence = self._scheduler.live(row)
+            if sequence is None or row.token is None or row.error is not None:
+                continue
+            if (
+                sequence.ends_with(row.token)
+                and not sequence.request.params.include_stop_str_in_output
+            ):
+                continue
+            text, stop = sequence.text.feed((row.token,))
+            texts[sequence.sequence_id] = text
+            if stop is not None:
+                stops[sequence.sequence_id] = stop
+        for emission in self._scheduler.commit(result, stops):
+            self._emit(emission, texts.get(emission.sequence.sequence_id, ""))
+
+    def _emit(self, emission: Emission, text: str) -> None:
+        sequence = emission.sequence
+        submission = self._open.get(sequence.request.request_id)
+        if submission is None:
+            return
+        for entry in emission.prompt_logprobs:
+            submission.prompt_logprobs.append(self._worded(entry))
+        if emission.finished:
+            text += sequence.text.flush()
+        if emission.token is not None or emission.finished:
+            logprob = emission.logprob
+            self._events.append(
+                Delta(
+                    submission.request_id,
+                    sequence.index,
+                    text=text,
+                    token_ids=() if emission.token is None else (emission.token,),
+                    logprobs=() if logprob is None else (self._worded(logprob),),
+                    finish_reason=sequence.finish_reason,
+                    stop=sequence.stop,
+                )
+            )
+        if emission.finished and sequence.request.done:
+            self._done(submission, _error_of(sequence))
+
+    def _worded(self, entry: TokenLogprob) -> Logprob:
+        text = self._loaded.token_text
+        top = tuple(Logprob(token, text(token), value) for token, value in entry.top)
+        return Logprob(entry.token_id, text(entry.token_id), entry.logprob, top)
+
+    def _post(self) -> bool:
+        if not self._events:
+            return True
+        events, self._events = self._events, []
+        return self._mailbox.post(events)
+
+    def _publish(self) -> None:
+        scheduler, cache = self._scheduler, self._scheduler.cache
+        self.stats = EngineStats(
+            received=self._received,
+            waiting=scheduler.waiting,
+            running=scheduler.running,
+            prefilling=scheduler.prefilling,
+            decoding=scheduler.decoding,
+            admitted=scheduler.admitted,
+            preempted=scheduler.preempted,
+            resumed=scheduler.resumed,
+            finished=scheduler.finished,
+            cancelled=scheduler.cancelled,
+            failed=scheduler.failed,
+            steps=scheduler.steps,
+            kv_blocks_total=cache.blocks_total,
+            kv_blocks_used=cache.blocks_used,
+            kv_blocks_cached=cache.blocks_cached,
+            kv_blocks_free=cache.blocks_free,
+            kv_pool_bytes=self._loaded.pool_bytes(),
+            kv_pool_growths=cache.growths,
+            prefix_hit_tokens=cache.prefix_hit_tokens,
+            decode_mode=scheduler.decode_mode,
+            decode_mode_reason=scheduler.decode_mode_reason,
+            launch_failures=scheduler.launch_failures,
+            weights_bytes=self._loaded.face.info.weights_bytes,
+        )
+
+
+def _error_of(sequence: OutputSequence) -> BaseException | None:
+    errors = [s.error for s in sequence.request.sequences if s.error is not None]
+    return errors[0] if errors else None

@@ -1,0 +1,21 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import models
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct as GGUF (Q4_1, Q8_0)."""
+    return models.smollm2()
+
+
+@pytest.fixture(scope="session")
+def gemma_path() -> Path:
+    """Gemma 3 270M as GGUF (Q4_K_M)."""
+    return models.gemma()
