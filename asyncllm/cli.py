@@ -1,0 +1,226 @@
+"""The command line: `asyncllm run`, `asyncllm info`. One more caller of the public API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from asyncllm.engine import AsyncEngine
+from asyncllm.errors import AsyncLLMError
+from asyncllm.generation import Generation
+from asyncllm.info import LoadProgress
+from asyncllm.options import EngineOptions, SamplingParams
+from asyncllm.version import __version__
+
+# What a person may want to set from a shell; everything else is a matter for the API.
+OPTION_FLAGS: dict[str, type] = {
+    "context_length": int,
+    "max_seqs": int,
+    "kv_bytes": int,
+    "device": str,
+    "dtype": str,
+    "threads": int,
+}
+SAMPLING_FLAGS: dict[str, type] = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "seed": int,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return asyncio.run(arguments.command(arguments))
+    except AsyncLLMError as exc:
+        print(f"asyncllm: {exc}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stderr.close()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncllm", description="Run language models from GGUF files."
+    )
+    parser.add_argument("--version", action="version", version=f"asyncllm {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser(
+        "run",
+        help="stream an answer",
+        description="Stream an answer to stdout. A model with a chat template is spoken to as a "
+        "chat; without PROMPT a conversation is read from the terminal.",
+    )
+    run.add_argument("model", metavar="MODEL", help="a GGUF file")
+    run.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - reads stdin")
+    run.add_argument("--system", help="a system message, for models with a chat template")
+    run.add_argument("--raw", action="store_true", help="continue the prompt; no chat template")
+    run.add_argument("--stats", action="store_true", help="print token counts and times to stderr")
+    _add_flags(run, SAMPLING_FLAGS)
+    _add_flags(run, OPTION_FLAGS)
+    run.set_defaults(command=_run)
+
+    info = commands.add_parser("info", help="say what a model is and how it loads")
+    info.add_argument("model", metavar="MODEL", help="a GGUF file")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    _add_flags(info, OPTION_FLAGS)
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _add_flags(parser: argparse.ArgumentParser, flags: dict[str, type]) -> None:
+    for name, kind in flags.items():
+        parser.add_argument(
+            "--" + name.replace("_", "-"), type=kind, default=None, metavar=kind.__name__.upper()
+        )
+
+
+def _given(arguments: argparse.Namespace, flags: dict[str, type]) -> dict[str, Any]:
+    values = {name: getattr(arguments, name) for name in flags}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _options(arguments: argparse.Namespace) -> EngineOptions:
+    return EngineOptions().updated(_given(arguments, OPTION_FLAGS))
+
+
+def _progress(report: LoadProgress) -> None:
+    if sys.stderr.isatty():
+        end = "\r\033[K" if report.fraction >= 1 else "\r"
+        print(f"\033[Kloading {report.fraction:4.0%} {report.stage}", end=end, file=sys.stderr)
+
+
+async def _run(arguments: argparse.Namespace) -> int:
+    sampling = SamplingParams().updated(_given(arguments, SAMPLING_FLAGS))
+    options = _options(arguments)
+    prompt = arguments.prompt
+    if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+        prompt = await asyncio.to_thread(sys.stdin.read)
+    async with AsyncEngine.load(arguments.model, options, on_progress=_progress) as engine:
+        chats = engine.tokenizer.chat_template is not None and not arguments.raw
+        opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        if prompt is None:
+            return await _converse(engine, sampling, opening if chats else None, arguments.stats)
+        if chats:
+            generation = engine.chat([*opening, _said("user", prompt)], sampling)
+        else:
+            generation = engine.generate(prompt, sampling)
+        await _stream(generation, arguments.stats)
+    return 0
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+async def _read_line(mark: str) -> str:
+    """A line from the terminal, without a thread: one blocked in a read would outlive Ctrl-C."""
+    print(mark, end="", flush=True)
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    try:
+        loop.add_reader(sys.stdin, readable.set)
+    except NotImplementedError:  # Windows
+        line = await asyncio.to_thread(sys.stdin.readline)
+    else:
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(sys.stdin)
+        line = sys.stdin.readline()  # a terminal gives whole lines
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+async def _converse(
+    engine: AsyncEngine,
+    sampling: SamplingParams,
+    messages: list[dict[str, str]] | None,
+    stats: bool,
+) -> int:
+    """Turns of a conversation until end of input; `messages=None`: prompts to be continued."""
+    while True:
+        try:
+            line = await _read_line("> ")
+        except EOFError:
+            print()
+            return 0
+        if not line.strip():
+            continue
+        if messages is None:
+            await _stream(engine.generate(line, sampling), stats)
+            continue
+        messages.append(_said("user", line))
+        answer = await _stream(engine.chat(messages, sampling), stats)
+        messages.append(_said("assistant", answer))
+
+
+async def _stream(generation: Generation, stats: bool) -> str:
+    async for chunk in generation:
+        if chunk.index == 0:
+            print(chunk.text, end="", flush=True)
+    print()
+    completion = await generation
+    if stats:
+        usage, timings = completion.usage, completion.timings
+        decode_s = timings.total_s - (timings.first_token_s or 0.0)
+        later = usage.completion_tokens - 1
+        print(
+            f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
+            f"first token after {timings.first_token_s or 0.0:.2f} s; "
+            f"{usage.completion_tokens} tokens"
+            + (f" at {later / decode_s:.1f} tokens/s" if later > 0 and decode_s > 0 else "")
+            + f"; ended by {completion.finish_reason}",
+            file=sys.stderr,
+        )
+    return completion.text
+
+
+async def _info(arguments: argparse.Namespace) -> int:
+    options = _options(arguments)
+    async with AsyncEngine.load(arguments.model, options, on_progress=_progress) as engine:
+        info = engine.info
+        if arguments.json:
+            print(json.dumps(dataclasses.asdict(info), indent=2))
+            return 0
+        formats = ", ".join(f"{name} ({count})" for name, count in info.formats.items())
+        rows = {
+            "name": info.name,
+            "architecture": info.architecture,
+            "parameters": f"{info.parameters / 1e6:,.1f} million",
+            "formats (tensors)": formats,
+            "weights": f"{info.weights_bytes / 1e6:,.1f} MB",
+            "context": f"{info.context_length:,} of {info.model_context_length:,} tokens",
+            "K/V ceiling": f"{info.kv_ceiling_tokens:,} tokens, "
+            f"{info.kv_ceiling_bytes / 1e6:,.1f} MB",
+            "device": f"{info.device}, activations {info.dtype}, K/V {info.kv_dtype}",
+            "backend": info.backend,
+            "vocabulary": f"{engine.tokenizer.vocab_size:,} tokens",
+            "chat template": "yes" if engine.tokenizer.chat_template is not None else "no",
+        }
+        for label, value in rows.items():
+            print(f"{label:18} {value}")
+        for note in info.backend_notes:
+            print(f"{'note':18} {note}")
+        for stage in info.load_stages:
+            print(f"{'load: ' + stage.name:18} {stage.seconds:8.3f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
