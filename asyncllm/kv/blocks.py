@@ -1,0 +1,600 @@
+"""Blocks of K/V by number: who holds them, which are kept for reuse, which are free.
+
+No K/V is here, only the accounts. `BlockPool` is one layer group's blocks; `KvCache` ties the
+groups of a model together and serves whole sequences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import TYPE_CHECKING
+
+from asyncllm.errors import AsyncLLMError
+from asyncllm.kv.prefix import Chain, Prefix, PrefixIndex
+
+if TYPE_CHECKING:
+    from asyncllm.scheduler.step import LayerGroup
+
+FIRST_GROWTH_BLOCKS = 16
+
+Copy = tuple[int, int, int]
+"""A whole block to be copied before the next rows run: (group, source, target)."""
+
+
+class InvariantError(AsyncLLMError, AssertionError):
+    """The accounts of the cache or of the scheduler contradict themselves: a bug in here."""
+
+
+class Room(Enum):
+    """Whether blocks asked for are there."""
+
+    READY = auto()
+    AFTER_COLLECT = auto()  # the pool must grow or copy, which no outstanding step may see
+    NONE = auto()
+
+
+class BlockPool:
+    """The blocks of one layer group: free, held (counted by reference), or cached.
+
+    A cached block has no holder but a prefix; it is evicted, coldest first, when no block is free
+    and the pool can grow no more.
+
+    Args:
+        capacity: blocks the pool may ever hold.
+        grow: asks for this many more blocks; returns how many were granted.
+
+    Attributes:
+        total: blocks that exist now.
+        reserved: blocks promised to sequences of a windowed group, held or not.
+        growths: how often it grew.
+        version: changes whenever a block might have become available or a prefix findable.
+    """
+
+    def __init__(self, capacity: int, grow: Callable[[int], int]) -> None:
+        self.capacity = capacity
+        self.total = 0
+        self.reserved = 0
+        self.growths = 0
+        self.version = 0
+        self._grow = grow
+        self._refused = False
+        self._references: list[int] = []
+        self._prefixes: list[Prefix | None] = []
+        self._free: list[int] = []
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._block_of: dict[Prefix, int] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def used(self) -> int:
+        """Blocks with a holder, each counted once."""
+        return self.total - len(self._free) - len(self._cached)
+
+    @property
+    def growable(self) -> int:
+        """Blocks it may still grow by; none after a refusal, until `retry_growth`."""
+        return 0 if self._refused else self.capacity - self.total
+
+    def available(self) -> int:
+        """Blocks that could be taken: free, cached and still growable."""
+        return len(self._free) + len(self._cached) + self.growable
+
+    def supply(self, blocks: int, may_grow: bool) -> Room:
+        """Grow if that many cannot be taken from the free ones; say whether they are there."""
+        short = blocks - len(self._free)
+        if short > 0 and self.growable > 0:
+            if not may_grow:
+                return Room.AFTER_COLLECT
+            self._enlarge(short)
+            short = blocks - len(self._free)
+        return Room.READY if short <= len(self._cached) else Room.NONE
+
+    def reserve(self, blocks: int, may_grow: bool) -> Room:
+        """Promise that many blocks; on `READY` they can always be taken until `unreserve`."""
+        short = self.reserved + blocks - self.total
+        if short > self.growable:
+            return Room.NONE
+        if short > 0:
+            if not may_grow:
+                return Room.AFTER_COLLECT
+            self._enlarge(short)
+            if self.reserved + blocks > self.total:
+                return Room.NONE
+        self.reserved += blocks
+        return Room.READY
+
+    def unreserve(self, blocks: int) -> None:
+        self.reserved -= blocks
+        self.version += 1
+
+    def retry_growth(self) -> bool:
+        """Forget that growth was refused; whether it was."""
+        refused, self._refused = self._refused, False
+        self.version += refused
+        return refused
+
+    def take(self) -> int:
+        """A block for new content, with one holder; evicts the coldest if none is free.
+
+        Raises:
+            InvariantError: if `supply` was not asked before.
+        """
+        if self._free:
+            block = self._free.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        else:
+            raise InvariantError(f"no block to take: all {self.total} have holders")
+        self._references[block] = 1
+        return block
+
+    def hold(self, block: int) -> None:
+        """One more holder for a held or cached block."""
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def release(self, block: int) -> None:
+        """One holder less; without any it is cached if it has a prefix, else free."""
+        if self._references[block] <= 0:
+            raise InvariantError(f"block {block} is released but has no holder")
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            self.version += 1
+            if self._prefixes[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+
+    def publish(self, block: int, prefix: Prefix) -> None:
+        """Let the held, full block be found by its prefix, unless another serves that already."""
+        if self._prefixes[block] is None and prefix not in self._block_of:
+            self._prefixes[block] = prefix
+            self._block_of[prefix] = block
+            self.version += 1
+
+    def find(self, prefix: Prefix) -> int | None:
+        """The block that holds the prefix's last tokens."""
+        return self._block_of.get(prefix)
+
+    def is_held(self, block: int) -> bool:
+        return self._references[block] > 0
+
+    def is_writable(self, block: int) -> bool:
+        """Whether its one holder may write it: nobody shares it, nobody can find it."""
+        return self._references[block] == 1 and self._prefixes[block] is None
+
+    def check(self, holders: Counter[int]) -> None:
+        """Compare with the holders counted anew.
+
+        Raises:
+            InvariantError: saying what differs.
+        """
+        free, cached = set(self._free), set(self._cached)
+        if len(free) != len(self._free) or free & cached:
+            raise InvariantError("a block is free twice, or free and cached")
+        if not len(self._references) == len(self._prefixes) == self.total <= self.capacity:
+            raise InvariantError(f"{self.total} blocks exist of {self.capacity}, lists differ")
+        for block, references in enumerate(self._references):
+            if references != holders[block]:
+                raise InvariantError(f"block {block} counts {references}, has {holders[block]}")
+            if (references == 0) != (block in free or block in cached):
+                raise InvariantError(f"block {block} with {references} holders is in the wrong set")
+            prefix = self._prefixes[block]
+            if (block in cached and prefix is None) or (block in free and prefix is not None):
+                raise InvariantError(f"block {block} is in the wrong set for its prefix")
+            if prefix is not None and self._block_of.get(prefix) != block:
+                raise InvariantError(f"block {block} cannot be found by its prefix")
+        if len(self._block_of) != sum(prefix is not None for prefix in self._prefixes):
+            raise InvariantError("a prefix leads to a block that does not have it")
+        if not 0 <= self.reserved <= self.total:
+            raise InvariantError(f"{self.reserved} blocks reserved of {self.total}")
+
+    def _enlarge(self, blocks: int) -> None:
+        # Doubling keeps growths few; the first pieces stay small for those who need little.
+        asked = min(max(blocks, self.total, FIRST_GROWTH_BLOCKS), self.growable)
+        granted = self._grow(asked)
+        if not 0 <= granted <= asked:
+            raise InvariantError(f"{granted} blocks granted where {asked} were asked for")
+        self._refused = granted < asked
+        if granted:
+            self.growths += 1
+            self.version += 1
+            self._free[:0] = range(self.total + granted - 1, self.total - 1, -1)
+            self._references += [0] * granted
+            self._prefixes += [None] * granted
+            self.total += granted
+
+    def _forget(self, block: int) -> None:
+        prefix = self._prefixes[block]
+        if prefix is not None:
+            del self._block_of[prefix]
+            self._prefixes[block] = None
+            self.version += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Blocks whose K/V a sequence may use instead of computing it.
+
+    Attributes:
+        tokens: leading tokens of the sequence that they cover.
+        first: for each group the number of the first block in `blocks`, counted in blocks from
+            the sequence's start.
+        blocks: for each group the blocks; the last one is partly used if `tokens` ends inside it.
+    """
+
+    tokens: int
+    first: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True, eq=False)
+class SequenceBlocks:
+    """What one running sequence holds, for each group.
+
+    Attributes:
+        tables: block ids; block number i lies in entry i, for a windowed group i modulo the ring.
+            Entries of a ring whose block left the window, or was never held, name some block that
+            must not be looked at.
+        first: number of the oldest block held.
+        last: number after the newest block held.
+        quota: blocks reserved (windowed groups).
+        published: leading full blocks whose prefixes were published, or came from a match.
+    """
+
+    tables: list[list[int]]
+    first: list[int]
+    last: list[int]
+    quota: list[int]
+    published: int
+    _frozen: tuple[tuple[int, ...], ...] | None = field(default=None)
+
+    def snapshot(self) -> tuple[tuple[int, ...], ...]:
+        """The tables as they are now; the same object while nothing changes."""
+        if self._frozen is None:
+            self._frozen = tuple(map(tuple, self.tables))
+        return self._frozen
+
+    def entry(self, group: int, ring: int | None, number: int) -> int:
+        return self.tables[group][number if ring is None else number % ring]
+
+    def put(self, group: int, ring: int | None, number: int, block: int) -> None:
+        table = self.tables[group]
+        entry = number if ring is None else number % ring
+        if entry == len(table):
+            table.append(block)
+        else:
+            table[entry] = block
+        self._frozen = None
+
+
+class KvCache:
+    """Block tables of all running sequences, and what can be reused of those that ended.
+
+    Args:
+        groups: layer groups, each with its pool's capacity.
+        block_tokens: tokens in one block.
+        max_chunk: tokens one row of a step has at most; with the window it makes a ring's size.
+        grow: asks for (group, blocks) more; returns how many were granted. Called only when the
+            caller said that no step is outstanding.
+        fingerprint: of the model and of everything that changes what K/V means.
+        prefix_cache: whether any sequence may use what others computed.
+
+    Attributes:
+        prefix_hit_tokens: tokens that were reused instead of computed, by prefix.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        *,
+        block_tokens: int,
+        max_chunk: int,
+        grow: Callable[[int, int], int],
+        fingerprint: bytes,
+        prefix_cache: bool,
+    ) -> None:
+        self.block_tokens = block_tokens
+        self.prefix_cache = prefix_cache
+        self.prefix_hit_tokens = 0
+        self.windows = tuple(group.window for group in groups)
+        self.rings = tuple(
+            None if window is None else self.blocks_for(window - 1 + max_chunk) + 1
+            for window in self.windows
+        )
+        self.pools = tuple(
+            BlockPool(group.capacity, partial(grow, index)) for index, group in enumerate(groups)
+        )
+        self._index = PrefixIndex(fingerprint, block_tokens)
+
+    @property
+    def blocks_total(self) -> int:
+        return sum(pool.total for pool in self.pools)
+
+    @property
+    def blocks_used(self) -> int:
+        return sum(pool.used for pool in self.pools)
+
+    @property
+    def blocks_cached(self) -> int:
+        return sum(pool.cached for pool in self.pools)
+
+    @property
+    def blocks_free(self) -> int:
+        return sum(pool.free for pool in self.pools)
+
+    @property
+    def growths(self) -> int:
+        return sum(pool.growths for pool in self.pools)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever an admission that was refused might now succeed."""
+        return sum(pool.version for pool in self.pools)
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """Tokens whose K/V one sequence can ever hold; `None`: the pools set no bound."""
+        bounds = [
+            pool.capacity * self.block_tokens
+            for pool, ring in zip(self.pools, self.rings, strict=True)
+            if ring is None or pool.capacity < ring
+        ]
+        return min(bounds, default=None)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold that many tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def chain(self, salt: bytes) -> Chain:
+        """An empty chain for a sequence under a salt."""
+        return Chain(self._index, salt)
+
+    def match(self, chain: Chain, most: int) -> Match:
+        """The longest reusable prefix, of at most `most` tokens, as whole blocks.
+
+        An unwindowed group must have all its blocks, a windowed one those that the query after
+        the prefix sees.
+        """
+        longest = min(len(chain), most // self.block_tokens)
+        runs: list[list[int]] = []  # for each windowed group: blocks present up to each length
+        for pool, window in zip(self.pools, self.windows, strict=True):
+            if window is None:
+                missing = (i for i in range(longest) if pool.find(chain[i]) is None)
+                longest = next(missing, longest)
+            else:
+                run = [0]
+                for i in range(longest):
+                    run.append(0 if pool.find(chain[i]) is None else run[-1] + 1)
+                runs.append(run)
+        windowed = [window for window in self.windows if window is not None]
+        length = next(
+            length
+            for length in range(longest, -1, -1)
+            if all(
+                run[length] >= length - self._first_seen(window, length * self.block_tokens)
+                for run, window in zip(runs, windowed, strict=True)
+            )
+        )
+        first = tuple(
+            min(length, self._first_seen(window, length * self.block_tokens))
+            for window in self.windows
+        )
+        blocks = tuple(
+            tuple(self._found(pool, chain[i]) for i in range(start, length))
+            for pool, start in zip(self.pools, first, strict=True)
+        )
+        return Match(length * self.block_tokens, first, blocks)
+
+    def match_sibling(self, source: SequenceBlocks, tokens: int) -> Match | None:
+        """The first `tokens` tokens of a running sequence; `None` if it holds them no more."""
+        last = self.blocks_for(tokens)
+        first = tuple(min(last, self._first_seen(window, tokens)) for window in self.windows)
+        held = zip(first, source.first, source.last, strict=True)
+        if any(start < oldest or last > newest for start, oldest, newest in held):
+            return None
+        blocks = tuple(
+            tuple(source.entry(group, ring, i) for i in range(first[group], last))
+            for group, ring in enumerate(self.rings)
+        )
+        return Match(tokens, first, blocks)
+
+    def admit(
+        self, match: Match, tokens: int, life: int, may_grow: bool, copies: list[Copy]
+    ) -> SequenceBlocks | Room:
+        """Blocks for a sequence to start with, if there is room for them.
+
+        Unwindowed groups: those of the match and of all its tokens, with one more left available
+        as headroom where its life goes on past them. Windowed groups: the ring is reserved, or as
+        many blocks as its whole life takes.
+
+        Args:
+            match: what it need not compute.
+            tokens: tokens it has now.
+            life: tokens whose K/V it will hold at most, at least `tokens`.
+            may_grow: whether no step is outstanding, so that pools may grow and blocks be copied.
+            copies: gets the copies to run before the sequence's first row.
+        """
+        shares_part = match.tokens % self.block_tokens != 0
+        needed = self.blocks_for(tokens)
+        headroom = int(self.blocks_for(life) > needed)
+        asks = [
+            needed - start - len(held) + shares_part + headroom
+            for start, held in zip(match.first, match.blocks, strict=True)
+        ]
+        quotas = [0 if ring is None else min(ring, self.blocks_for(life)) for ring in self.rings]
+        for pool, ring, ask, held, quota in zip(
+            self.pools, self.rings, asks, match.blocks, quotas, strict=True
+        ):
+            if ring is not None:
+                enough = pool.reserved + quota <= pool.total + pool.growable
+            else:
+                enough = ask + sum(not pool.is_held(b) for b in held) <= pool.available()
+            if not enough:
+                return Room.NONE
+        if shares_part and not may_grow:
+            return Room.AFTER_COLLECT
+        blocks = self._adopt(match)
+        for group, pool in enumerate(self.pools):
+            if self.rings[group] is None:
+                room = pool.supply(asks[group], may_grow)
+            else:
+                room = pool.reserve(quotas[group], may_grow)
+                blocks.quota[group] = quotas[group] if room is Room.READY else 0
+            if room is not Room.READY:
+                self.release(blocks)
+                return room
+        for group, ring in enumerate(self.rings):
+            if ring is None:
+                self._append(blocks, group, needed)
+        if shares_part and self.extend(blocks, match.tokens, 1, may_grow, copies) is not Room.READY:
+            raise InvariantError("blocks counted at admission are not there")
+        return blocks
+
+    def extend(
+        self,
+        blocks: SequenceBlocks,
+        offset: int,
+        count: int,
+        may_grow: bool,
+        copies: list[Copy],
+    ) -> Room:
+        """Make positions `offset` to `offset + count - 1` writable; may be repeated.
+
+        Blocks that no query from `offset` on sees are released first. A block that is shared or
+        can be found by its prefix is replaced by a copy. Nothing is taken unless `READY`.
+        """
+        start, stop = offset // self.block_tokens, self.blocks_for(offset + count)
+        to_copy: list[tuple[int, int]] = []
+        for group, pool in enumerate(self.pools):
+            ring = self.rings[group]
+            self._release_before(blocks, group, self._first_seen(self.windows[group], offset))
+            protected = [
+                number
+                for number in range(start, min(stop, blocks.last[group]))
+                if not pool.is_writable(blocks.entry(group, ring, number))
+            ]
+            new = max(0, stop - blocks.last[group]) + len(protected)
+            if protected and not may_grow:
+                return Room.AFTER_COLLECT
+            if new and (room := pool.supply(new, may_grow)) is not Room.READY:
+                return room
+            to_copy += [(group, number) for number in protected]
+        for group, number in to_copy:
+            self._copy(blocks, group, number, copies)
+        for group in range(len(self.pools)):
+            self._append(blocks, group, stop)
+        return Room.READY
+
+    def publish(
+        self,
+        blocks: SequenceBlocks,
+        chain: Chain,
+        tokens: Callable[[int, int], Sequence[int]],
+        computed: int,
+    ) -> None:
+        """Let others find the full blocks among the first `computed` tokens."""
+        full = computed // self.block_tokens
+        if full <= blocks.published:
+            return
+        chain.reach(tokens, full)
+        for group, pool in enumerate(self.pools):
+            oldest = max(blocks.published, blocks.first[group])
+            for number in range(oldest, min(full, len(chain), blocks.last[group])):
+                pool.publish(blocks.entry(group, self.rings[group], number), chain[number])
+        blocks.published = full
+
+    def release(self, blocks: SequenceBlocks) -> None:
+        """Give back everything the sequence holds; done again it does nothing."""
+        for group, pool in enumerate(self.pools):
+            # The end of a prefix is of no use without its beginning: it grows cold first.
+            for number in range(blocks.last[group] - 1, blocks.first[group] - 1, -1):
+                pool.release(blocks.entry(group, self.rings[group], number))
+            blocks.first[group] = blocks.last[group]
+            pool.unreserve(blocks.quota[group])
+            blocks.quota[group] = 0
+
+    def retry_growth(self) -> bool:
+        """Ask again where growth was refused before; whether there was such a refusal."""
+        return any([pool.retry_growth() for pool in self.pools])
+
+    def check(self, sequences: Iterable[SequenceBlocks]) -> None:
+        """Compare all accounts with what the running sequences hold.
+
+        Raises:
+            InvariantError: saying what differs.
+        """
+        running = list(sequences)
+        for group, (pool, ring) in enumerate(zip(self.pools, self.rings, strict=True)):
+            holders: Counter[int] = Counter()
+            for blocks in running:
+                numbers = range(blocks.first[group], blocks.last[group])
+                if ring is not None and len(numbers) > blocks.quota[group]:
+                    raise InvariantError(f"{len(numbers)} blocks held of {blocks.quota[group]}")
+                holders.update(blocks.entry(group, ring, number) for number in numbers)
+            pool.check(holders)
+            if pool.reserved != sum(blocks.quota[group] for blocks in running):
+                raise InvariantError(f"group {group} reserves {pool.reserved} blocks for no one")
+
+    def _first_seen(self, window: int | None, position: int) -> int:
+        """Number of the first block that a query at the position sees."""
+        return 0 if window is None else max(0, position - window + 1) // self.block_tokens
+
+    @staticmethod
+    def _found(pool: BlockPool, prefix: Prefix) -> int:
+        block = pool.find(prefix)
+        if block is None:
+            raise InvariantError("a block of a matched prefix is gone")
+        return block
+
+    def _adopt(self, match: Match) -> SequenceBlocks:
+        tables: list[list[int]] = []
+        last = [start + len(held) for start, held in zip(match.first, match.blocks, strict=True)]
+        for group, (pool, ring) in enumerate(zip(self.pools, self.rings, strict=True)):
+            held = match.blocks[group]
+            size = last[group] if ring is None else min(ring, last[group])
+            tables.append([held[0] if held else 0] * size)
+            for block in held:
+                pool.hold(block)
+        groups = len(self.pools)
+        blocks = SequenceBlocks(
+            tables, list(match.first), last, [0] * groups, match.tokens // self.block_tokens
+        )
+        for group, ring in enumerate(self.rings):
+            for number, block in enumerate(match.blocks[group], match.first[group]):
+                blocks.put(group, ring, number, block)
+        return blocks
+
+    def _append(self, blocks: SequenceBlocks, group: int, last: int) -> None:
+        while blocks.last[group] < last:
+            block = self.pools[group].take()
+            blocks.put(group, self.rings[group], blocks.last[group], block)
+            blocks.last[group] += 1
+
+    def _copy(self, blocks: SequenceBlocks, group: int, number: int, copies: list[Copy]) -> None:
+        pool, ring = self.pools[group], self.rings[group]
+        source = blocks.entry(group, ring, number)
+        target = pool.take()
+        blocks.put(group, ring, number, target)
+        pool.release(source)
+        copies.append((group, source, target))
+
+    def _release_before(self, blocks: SequenceBlocks, group: int, number: int) -> None:
+        # Newest first, as in `release`: what is nearer to the prefix's end is colder.
+        stop = min(number, blocks.last[group])
+        for old in range(stop - 1, blocks.first[group] - 1, -1):
+            self.pools[group].release(blocks.entry(group, self.rings[group], old))
+        blocks.first[group] = max(blocks.first[group], stop)
