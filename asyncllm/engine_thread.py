@@ -81,6 +81,7 @@ class Submission:
     request: Request | None = None
     error: Exception | None = None
     cancelled: bool = False
+    scheduled: bool = False
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)
 
 
@@ -112,7 +113,7 @@ class EngineThread:
     """
 
     def __init__(self, build: Callable[[Loading], Parts], mailbox: Mailbox) -> None:
-        self._build = build
+        self._build = [build]  # taken out once used: nothing of loading outlives it
         self._mailbox = mailbox
         self._commands: queue.SimpleQueue[Submission | str | None] = queue.SimpleQueue()
         self._open: dict[str, Submission] = {}
@@ -121,7 +122,7 @@ class EngineThread:
         self._events: list[Event] = []
         self._outstanding: Ticket | None = None
         self._closing = False
-        self._received = 0
+        self._received = self._finished = self._cancelled = self._failed = 0
         self._parts: Parts | None = None
         self.stats = EngineStats()
         # Not a daemon: a daemon inside torch while the interpreter ends aborts the process.
@@ -160,10 +161,7 @@ class EngineThread:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            self._parts = self._build(self)
-            self._scheduler, self._runner = self._parts.scheduler, self._parts.runner
-            self._publish()
-            self._mailbox.post_loaded(self._parts.face)
+            self._take_over(self._build.pop())
             self._loop()
         except BaseException as exc:  # whatever it is, the open requests must hear of it
             error = exc
@@ -175,6 +173,12 @@ class EngineThread:
             traceback.clear_frames(error.__traceback__)  # they hold the weights
         self._mailbox.post_ended(error)
 
+    def _take_over(self, build: Callable[[Loading], Parts]) -> None:
+        self._parts = build(self)
+        self._scheduler, self._runner = self._parts.scheduler, self._parts.runner
+        self._publish()
+        self._mailbox.post_loaded(self._parts.face)
+
     def _wind_up(self, *, orderly: bool) -> None:
         parts, self._parts = self._parts, None
         if parts is None:
@@ -185,11 +189,11 @@ class EngineThread:
         del self._scheduler, self._runner
         parts.close()
         self.stats = EngineStats(
-            received=self.stats.received,
+            received=self._received,
             steps=self.stats.steps,
-            finished=self.stats.finished,
-            cancelled=self.stats.cancelled,
-            failed=self.stats.failed,
+            finished=self._finished,
+            cancelled=self._cancelled,
+            failed=self._failed,
         )
         self._post()
 
@@ -253,9 +257,9 @@ class EngineThread:
             try:
                 self._scheduler.add(request)
             except AsyncLLMError as exc:
-                submission.request = None
                 self._end(submission, exc)
                 return
+            submission.scheduled = True
             if submission.deadline is not None:
                 entry = (submission.deadline, next(self._tie), submission)
                 heapq.heappush(self._deadlines, entry)
@@ -271,7 +275,8 @@ class EngineThread:
     def _end(self, submission: Submission, error: Exception | None) -> None:
         """End an open request from outside: cancelled, timed out, closed, or never begun."""
         request = submission.request
-        for sequence in self._scheduler.cancel(request) if request is not None else ():
+        ended = self._scheduler.cancel(request) if request and submission.scheduled else ()
+        for sequence in ended:
             self._events.append(
                 Delta(
                     submission.request_id,
@@ -280,10 +285,16 @@ class EngineThread:
                     finish_reason="cancelled",
                 )
             )
-        self._done(submission, error)
+        self._done(submission, error, whole=False)
 
-    def _done(self, submission: Submission, error: BaseException | None) -> None:
+    def _done(self, submission: Submission, error: BaseException | None, *, whole: bool) -> None:
         del self._open[submission.request_id]
+        if whole:
+            self._finished += 1
+        elif isinstance(error, RequestError):
+            self._failed += 1
+        else:
+            self._cancelled += 1
         created = submission.created_at
         sequences = submission.request.sequences if submission.request is not None else ()
         admitted = [s.admitted_at for s in sequences if s.admitted_at is not None]
@@ -325,6 +336,7 @@ class EngineThread:
 
     def _finish(self, ticket: Ticket) -> None:
         result = self._runner.collect(ticket)
+        self._take_commands(wait=False)  # a request cancelled during the step has no results
         texts: dict[int, str] = {}
         stops: dict[int, str] = {}
         for row in result.rows:
@@ -366,7 +378,8 @@ class EngineThread:
                 )
             )
         if emission.finished and sequence.request.done:
-            self._done(submission, _error_of(sequence))
+            error = _error_of(sequence)
+            self._done(submission, error, whole=error is None)
 
     def _worded(self, entry: TokenLogprob) -> Logprob:
         text = self._loaded.token_text
@@ -390,9 +403,9 @@ class EngineThread:
             admitted=scheduler.admitted,
             preempted=scheduler.preempted,
             resumed=scheduler.resumed,
-            finished=scheduler.finished,
-            cancelled=scheduler.cancelled,
-            failed=scheduler.failed,
+            finished=self._finished,
+            cancelled=self._cancelled,
+            failed=self._failed,
             steps=scheduler.steps,
             kv_blocks_total=cache.blocks_total,
             kv_blocks_used=cache.blocks_used,

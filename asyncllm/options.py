@@ -27,6 +27,9 @@ GIB = 1 << 30
 CHUNK_MIN, CHUNK_MAX = 32, 512
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+STRINGS = "a string or a sequence of strings, none empty"
+TOKEN_IDS = "a sequence of token ids, whole numbers from 0"
+PROCESSORS = "a sequence of callables (ids, logits) -> logits"
 
 
 def _is_int(value: object) -> bool:
@@ -34,7 +37,22 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is an int or a float with a finite value as a float."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond every float
+        return False
+
+
+def _shown(value: object) -> str:
+    """A value for a message, cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits, or an object's own fault
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +123,7 @@ class EngineOptions:
         self._whole("max_waiting", 0, none=True)
         for name in ("kv_store", "tune_dir"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str | os.PathLike):
+            if value is not None and (not isinstance(value, str | os.PathLike) or value == ""):
                 self._bad(name, "a path or None")
         for name in ("kv_store_reset", "prefix_cache", "deterministic", "widen_weights"):
             if not isinstance(getattr(self, name), bool):
@@ -115,15 +133,16 @@ class EngineOptions:
         self._one_of("prefill_weights", ("auto", "packed", "int8"))
         self._one_of("dtype", DTYPES)
         if not isinstance(self.device, str) or not re.fullmatch(
-            r"auto|cpu|cuda(:\d+)?", self.device
+            r"auto|cpu|cuda(:[0-9]+)?", self.device
         ):
             self._bad("device", '"auto", "cpu", "cuda" or "cuda:N"')
 
     def _bad(self, name: str, accepted: str) -> NoReturn:
-        raise OptionsError(f"{name}={getattr(self, name)!r}: accepted is {accepted}")
+        raise OptionsError(f"{name}={_shown(getattr(self, name))}: accepted is {accepted}")
 
     def _one_of(self, name: str, accepted: tuple[str, ...]) -> None:
-        if getattr(self, name) not in accepted:
+        value = getattr(self, name)
+        if not isinstance(value, str) or value not in accepted:
             self._bad(name, ", ".join(f'"{word}"' for word in accepted))
 
     def _whole(
@@ -240,26 +259,30 @@ class SamplingParams:
         self._whole("n", 1)
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, self._strings(name))
-        object.__setattr__(self, "stop_token_ids", self._items("stop_token_ids"))
+        object.__setattr__(self, "stop_token_ids", self._items("stop_token_ids", TOKEN_IDS))
         if not all(_is_int(item) and item >= 0 for item in self.stop_token_ids):
-            self._bad("stop_token_ids", "token ids, whole numbers from 0")
+            self._bad("stop_token_ids", TOKEN_IDS)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping) or not all(
                 _is_int(key) and key >= 0 and self._is_bias(value)
                 for key, value in self.logit_bias.items()
             ):
-                self._bad("logit_bias", "a mapping of token ids from 0 to numbers")
+                self._bad(
+                    "logit_bias",
+                    "a mapping of token ids, whole numbers from 0, to finite numbers or -inf",
+                )
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        object.__setattr__(self, "logits_processors", self._items("logits_processors"))
+        processors = self._items("logits_processors", PROCESSORS)
+        object.__setattr__(self, "logits_processors", processors)
         if not all(callable(item) for item in self.logits_processors):
-            self._bad("logits_processors", "callables (ids, logits) -> logits")
+            self._bad("logits_processors", PROCESSORS)
 
     @staticmethod
     def _is_bias(value: object) -> bool:
         return _is_number(value) or value == -math.inf
 
     def _bad(self, name: str, accepted: str) -> NoReturn:
-        raise RequestError(f"{name}={getattr(self, name)!r}: accepted is {accepted}")
+        raise RequestError(f"{name}={_shown(getattr(self, name))}: accepted is {accepted}")
 
     def _whole(self, name: str, low: int, high: int = (1 << 63) - 1, *, none: bool = False) -> None:
         value = getattr(self, name)
@@ -282,19 +305,19 @@ class SamplingParams:
             )
             self._bad(name, f"a number {span}{' or None' if none else ''}")
 
-    def _items(self, name: str) -> tuple[Any, ...]:
+    def _items(self, name: str, accepted: str) -> tuple[Any, ...]:
         value = getattr(self, name)
         if value is None:
             return ()
         if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-            self._bad(name, "a sequence")
+            self._bad(name, accepted)
         return tuple(value)
 
     def _strings(self, name: str) -> tuple[str, ...]:
         value = getattr(self, name)
-        items = (value,) if isinstance(value, str) else self._items(name)
+        items = (value,) if isinstance(value, str) else self._items(name, STRINGS)
         if not all(isinstance(item, str) and item for item in items):
-            self._bad(name, "non-empty strings")
+            self._bad(name, STRINGS)
         return items
 
     def updated(self, overrides: Mapping[str, Any]) -> SamplingParams:

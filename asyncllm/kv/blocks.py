@@ -363,6 +363,10 @@ class KvCache:
         """An empty chain for a sequence under a salt."""
         return Chain(self._index, salt)
 
+    def no_match(self) -> Match:
+        """Nothing to reuse."""
+        return Match(0, (0,) * len(self.pools), ((),) * len(self.pools))
+
     def match(self, chain: Chain, most: int) -> Match:
         """The longest reusable prefix, of at most `most` tokens, as whole blocks.
 

@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox4x32-10.
 
-From "Parallel Random Numbers: As Easy as 1, 2, 3" (Salmon, Moraes, Dror, Shaw; SC 2011). A number is
-a function of its key and counter alone, so it needs no state to save, and a token's number is the
-same in any batch, on any device and after any preemption.
+From "Parallel Random Numbers: As Easy as 1, 2, 3" (Salmon, Moraes, Dror, Shaw; SC 2011). A number
+is a function of its key and counter alone, so there is no state to save, and a token's number is
+the same in any batch, on any device and after any preemption.
 """
 
 from __future__ import annotations

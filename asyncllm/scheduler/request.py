@@ -7,6 +7,7 @@ from collections.abc import Sequence as Tokens
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.events import FinishReason
 from asyncllm.options import SamplingParams
 from asyncllm.scheduler.step import SamplingSpec
 
@@ -53,6 +54,7 @@ class Request:
         sequences: its outputs, `sequences[i].index == i`.
         arrival: position in the order of arrivals, set by `Scheduler.add`; -1 before.
         scored: prompt tokens whose log-probabilities were emitted, the first one included.
+        queued, running: how many of its sequences wait for admission, and run.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Request:
         self.prefix_cache = prefix_cache
         self.arrival = -1
         self.scored = 1
+        self.queued = self.running = 0
         self.sequences = tuple(
             Sequence(
                 self,
@@ -91,6 +94,11 @@ class Request:
     def done(self) -> bool:
         """Whether every sequence ended."""
         return all(sequence.state in ENDED for sequence in self.sequences)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for admission and nothing of it runs."""
+        return self.queued > 0 and self.running == 0
 
     @property
     def wants_prompt_scores(self) -> bool:
@@ -133,7 +141,7 @@ class Sequence:
         self.state = State.WAITING
         self.epoch = 0
         self.output_ids: list[int] = []
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.stop: str | int | None = None
         self.error: Exception | None = None
         self.cached_tokens = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from operator import attrgetter
@@ -74,6 +74,7 @@ class Scheduler:
         decode_refusals: decode forms the runner never serves, each with the reason.
 
     Attributes:
+        waiting: requests that wait for admission, none of their sequences running.
         admitted, resumed, preempted: sequences, counted as it happens.
         finished, cancelled, failed: sequences, by how they ended.
         steps: committed steps.
@@ -94,6 +95,7 @@ class Scheduler:
         self.max_seqs = max_seqs
         self.context_length = context_length
         self.chunk = chunk
+        self.waiting = 0
         self.admitted = self.resumed = self.preempted = 0
         self.finished = self.cancelled = self.failed = 0
         self.steps = self.launch_failures = 0
@@ -115,11 +117,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any sequence has not ended, or any result or end is still to be committed."""
         return bool(self._live or self._steps_out or self._ended)
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for admission, none of their sequences running."""
-        return len({id(s.request) for s in self._queue} - {id(s.request) for s in self._running})
 
     @property
     def running(self) -> int:
@@ -168,7 +165,7 @@ class Scheduler:
                 sequence.chain = self.cache.chain(request.cache_salt)
             sequence.queue_key = (request.priority, 1, request.arrival, sequence.index)
             self._live[sequence.sequence_id] = sequence
-            insort(self._queue, sequence, key=_queue_key)
+            self._enqueue(sequence)
 
     def cancel(self, request: Request) -> list[Sequence]:
         """End what has not ended of a request; its blocks are free when this returns."""
@@ -186,6 +183,7 @@ class Scheduler:
         ahead = bool(self._steps_out)
         if len(self._steps_out) > 1:
             raise InvariantError("two steps are outstanding; commit one before planning")
+        retried = False
         while True:
             started = perf_counter_ns()
             preempted = self.preempted
@@ -208,8 +206,9 @@ class Scheduler:
             if not self._queue:
                 self.decode_mode, self.decode_mode_reason = "idle", ""
                 return NoPlan.IDLE
-            if not self.cache.retry_growth():
+            if retried or not self.cache.retry_growth():
                 self._give_up(self._queue[0])
+            retried = True
 
     def live(self, result: RowResult) -> Sequence | None:
         """The sequence a result is for; `None` if it ended or was preempted meanwhile."""
@@ -254,6 +253,9 @@ class Scheduler:
         Raises:
             InvariantError: saying what is wrong.
         """
+        requests = {sequence.request for sequence in self._live.values()}
+        if self.waiting != sum(request.waits for request in requests):
+            raise InvariantError(f"{self.waiting} requests counted as waiting")
         held: list[SequenceBlocks] = []
         for sequence in self._running:
             if not sequence.is_running or sequence.blocks is None:
@@ -284,6 +286,7 @@ class Scheduler:
 
     def _reserve_decodes(self, may_grow: bool) -> Room:
         """Blocks for the rows that continue an output, the oldest first; preempts for them."""
+        retried = False
         for sequence in list(self._running):
             while sequence.is_running and sequence.decodes_next and sequence.can_advance:
                 room = self._extend(sequence, 1, may_grow)
@@ -294,8 +297,10 @@ class Scheduler:
                 victim = self._running[-1]
                 if victim is not self._running[0]:
                     self._preempt(victim)
-                elif not self.cache.retry_growth():
+                elif retried or not self.cache.retry_growth():
                     self._finish_early(sequence)  # alone, and the pool has no more
+                else:
+                    retried = True
         return Room.READY
 
     def _admit(self, may_grow: bool) -> Room:
@@ -305,10 +310,12 @@ class Scheduler:
             version = self.cache.version
             if self._refused_at == (sequence, version):
                 break
-            siblings = self._running_siblings(sequence)
-            if any(s.committed < len(s.request.prompt_ids) for s in siblings):
-                break  # it shares the prompt as soon as that is computed
-            match = self._match(sequence, siblings)
+            match, forked = self._match_sibling(sequence), True
+            if match is None:
+                siblings = self._to_fork_from(sequence)
+                if any(sibling.state is State.PREFILLING for sibling in siblings):
+                    break  # it shares the prompt as soon as that is computed
+                match, forked = self._match_prefix(sequence), False
             blocks = self.cache.admit(
                 match, sequence.length, self._life(sequence), may_grow, self._copies
             )
@@ -317,29 +324,29 @@ class Scheduler:
             if isinstance(blocks, Room):
                 self._refused_at = sequence, self.cache.version
                 break
-            del self._queue[0]
-            self._start(sequence, blocks, match, forked=bool(siblings))
+            self._dequeue(sequence)
+            self._start(sequence, blocks, match, forked)
         return Room.READY
 
     @staticmethod
-    def _running_siblings(sequence: Sequence) -> list[Sequence]:
-        """Those that a sequence without output can share the prompt's blocks of."""
-        if sequence.output_ids or len(sequence.request.sequences) == 1:
-            return []
-        return [sibling for sibling in sequence.request.sequences if sibling.is_running]
+    def _to_fork_from(sequence: Sequence) -> tuple[Sequence, ...]:
+        """Siblings whose prompt it could share: it has no output of its own yet."""
+        return () if sequence.output_ids else sequence.request.sequences
 
-    def _match(self, sequence: Sequence, siblings: Iterable[Sequence]) -> Match:
-        shared = len(sequence.request.prompt_ids) - 1
-        for sibling in siblings:
-            if sibling.blocks is not None:
-                match = self.cache.match_sibling(sibling.blocks, shared)
+    def _match_sibling(self, sequence: Sequence) -> Match | None:
+        size = len(sequence.request.prompt_ids)
+        for sibling in self._to_fork_from(sequence):
+            if sibling.blocks is not None and sibling.committed >= size:
+                match = self.cache.match_sibling(sibling.blocks, size - 1)
                 if match is not None:
                     return match
+        return None
+
+    def _match_prefix(self, sequence: Sequence) -> Match:
         chain = sequence.chain
         if chain is None or sequence.request.wants_prompt_scores:
-            chain = self.cache.chain(b"")  # matches nothing
-        else:
-            chain.reach(sequence.tokens, (sequence.length - 1) // self.cache.block_tokens)
+            return self.cache.no_match()
+        chain.reach(sequence.tokens, (sequence.length - 1) // self.cache.block_tokens)
         return self.cache.match(chain, sequence.length - 1)
 
     @staticmethod
@@ -361,6 +368,7 @@ class Scheduler:
         sequence.submitted = sequence.committed = match.tokens
         sequence.state = State.PREFILLING
         insort(self._running, sequence, key=_age_key)
+        self._count(sequence.request, running=1)
 
     def _choose(self, chosen: list[tuple[Sequence, int]], may_grow: bool) -> Room:
         """Every row that continues an output, then prompt rows up to the chunk, oldest first."""
@@ -372,13 +380,16 @@ class Scheduler:
             count = min(left, sequence.remaining)
             if count == 0:
                 break
-            room = self._extend(sequence, count, may_grow)
-            if room is not Room.READY:
-                if may_grow:
-                    raise InvariantError("blocks reserved at admission are not there")
-                return Room.AFTER_COLLECT
             left -= count
             chosen.append((sequence, count))
+        for sequence, count in chosen:
+            # One that was just admitted has its ring only reserved, even if it decodes at once.
+            if sequence.state is State.PREFILLING:
+                room = self._extend(sequence, count, may_grow)
+                if room is Room.AFTER_COLLECT:
+                    return room
+                if room is Room.NONE:
+                    raise InvariantError("blocks reserved at admission are not there")
         return Room.READY
 
     def _submit(
@@ -507,8 +518,26 @@ class Scheduler:
             f"{size} tokens; the K/V pool can hold {blocks}: raise kv_bytes or shorten the prompt"
         )
 
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self._queue, sequence, key=_queue_key)
+        self._count(sequence.request, queued=1)
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        del self._queue[bisect_left(self._queue, sequence.queue_key, key=_queue_key)]
+        self._count(sequence.request, queued=-1)
+
+    def _count(self, request: Request, *, queued: int = 0, running: int = 0) -> None:
+        waited = request.waits
+        request.queued += queued
+        request.running += running
+        self.waiting += request.waits - waited
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        del self._running[bisect_left(self._running, sequence.age_key, key=_age_key)]
+        self._count(sequence.request, running=-1)
+
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        self._stop_running(sequence)
         self._release(sequence)
         sequence.epoch += 1
         sequence.submitted = sequence.committed = sequence.tokens_in_flight = 0
@@ -516,14 +545,14 @@ class Scheduler:
         sequence.queue_key = (sequence.request.priority, 0, self._preemptions, 0)
         self._preemptions += 1
         self.preempted += 1
-        insort(self._queue, sequence, key=_queue_key)
+        self._enqueue(sequence)
 
     def _end(self, sequence: Sequence, state: State) -> None:
         if self._live.pop(sequence.sequence_id, None) is not None:
             if sequence.is_running:
-                self._running.remove(sequence)
+                self._stop_running(sequence)
             else:
-                del self._queue[bisect_left(self._queue, sequence.queue_key, key=_queue_key)]
+                self._dequeue(sequence)
         self._release(sequence)
         if sequence.admitted_at is not None:
             self._released.append(sequence.sequence_id)

@@ -98,7 +98,7 @@ class StepPlan:
 
 def is_decode(row: Row) -> bool:
     """Whether the row continues an output rather than a prompt (or a recomputed prefix)."""
-    return row.count == 1 and row.output_count > 0
+    return row.count == 1 and row.wants_token and row.output_count > 0
 
 
 @dataclass(frozen=True, slots=True)

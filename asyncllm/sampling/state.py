@@ -1,0 +1,160 @@
+"""What the sampler keeps of one output sequence, and what its parameters do to its logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from asyncllm.errors import RequestError
+from asyncllm.sampling.filters import GREEDY_BELOW, Filter
+from asyncllm.sampling.penalties import Penalties, penalised
+from asyncllm.scheduler.step import SamplingSpec
+
+_FLOAT32_MAX = 3.4028234663852886e38
+
+
+class SamplingState:
+    """One output sequence.
+
+    Attributes:
+        spec: what was asked for.
+        output_ids: its output tokens so far. Their number is the position of the next one's random
+            number, so a state rebuilt by appending the same tokens goes on with the same choices.
+        fault: why no token of this sequence can ever be chosen, if its parameters are at fault.
+        greedy: whether the most likely token is taken.
+        filter: how it is chosen otherwise.
+        wants_logprobs: whether log-probabilities are asked for.
+    """
+
+    def __init__(self, spec: SamplingSpec, vocab_size: int) -> None:
+        params = spec.params
+        self.spec = spec
+        self.output_ids: list[int] = []
+        self.fault = _fault(spec, vocab_size)
+        self.filter = Filter.of(params, vocab_size)
+        self.greedy = self.filter.temperature < GREEDY_BELOW
+        self.wants_logprobs = params.logprobs is not None
+        self._vocab_size = vocab_size
+        self._penalised = penalised(params)
+        self._penalties: Penalties | None = None  # made at first use, on the logits' device
+        self._bias: tuple[Tensor, Tensor] | None = None
+        self._end_ids = [token for token in spec.end_ids if 0 <= token < vocab_size]
+        self._bad_words = [
+            words for words in spec.bad_words_ids if words and 0 <= words[-1] < vocab_size
+        ]
+        self._always_edits = bool(
+            self._penalised or params.logit_bias or params.logits_processors or self._bad_words
+        )
+
+    @property
+    def edits(self) -> bool:
+        """Whether `edit` would change the next token's logits."""
+        return self._always_edits or len(self.output_ids) < self.spec.params.min_tokens
+
+    def append(self, token: int) -> None:
+        """Add an output token; it counts for penalties from now on."""
+        self.output_ids.append(token)
+        if self._penalties is not None:
+            with torch.inference_mode():
+                self._penalties.count(token)
+
+    def rewind(self, count: int) -> None:
+        """Forget all output tokens but the first `count`, as if they had never been chosen."""
+        if count < len(self.output_ids):
+            del self.output_ids[count:]
+            self._penalties = None
+
+    def edit(self, row: Tensor) -> None:
+        """Change the next token's logits as the parameters ask, in the order `Sampler` documents.
+
+        Args:
+            row: float32 [vocab], changed in place.
+
+        Raises:
+            RequestError: a callable of `logits_processors` failed or returned what it must not.
+        """
+        params = self.spec.params
+        for number in range(len(params.logits_processors)):
+            self._process(row, number)
+        if params.logit_bias:
+            ids, biases = self._bias_on(row.device)
+            row.index_add_(0, ids, biases)
+        if self._penalised:
+            if self._penalties is None:
+                self._penalties = Penalties(
+                    params, self.spec.prompt_ids, self.output_ids, self._vocab_size, row.device
+                )
+            self._penalties.apply(row)
+        banned = self._completing_bad_words()
+        if len(self.output_ids) < params.min_tokens:
+            banned += self._end_ids
+        if banned:
+            row[torch.tensor(banned, device=row.device)] = -math.inf
+
+    def _process(self, row: Tensor, number: int) -> None:
+        processor = self.spec.params.logits_processors[number]
+        name = f"logits_processors[{number}] ({getattr(processor, '__qualname__', processor)})"
+        # Copies, so that whatever a callable keeps or changes is its own.
+        try:
+            result = processor([*self.spec.prompt_ids, *self.output_ids], row.clone())
+            found = _unfit(result, row)
+            if found is None:
+                row.copy_(result.detach())
+        except Exception as cause:
+            raise RequestError(f"{name} raised {type(cause).__name__}: {cause}") from cause
+        if found is None:
+            peak = float(row.amax())
+            if math.isfinite(peak):
+                return
+            found = "only -inf" if peak == -math.inf else f"a logit that is {peak}"
+        expected = f"a tensor [{self._vocab_size}] of torch.float32, each finite or -inf"
+        raise RequestError(f"{name} returned {found}; expected is {expected}, not all -inf")
+
+    def _bias_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._bias is None:
+            pairs = self.spec.params.logit_bias or {}
+            # Held to float32's range: a sum that became infinite would ban or fault, not favour.
+            values = [
+                value if value == -math.inf else max(-_FLOAT32_MAX, min(_FLOAT32_MAX, value))
+                for value in pairs.values()
+            ]
+            self._bias = (
+                torch.tensor(list(pairs), dtype=torch.int64, device=device),
+                torch.tensor(values, dtype=torch.float32, device=device),
+            )
+        return self._bias
+
+    def _completing_bad_words(self) -> list[int]:
+        """Last tokens of the sequences whose other tokens the output ends with."""
+        banned = []
+        for *start, last in self._bad_words:
+            if not start or self.output_ids[-len(start) :] == start:
+                banned.append(last)
+        return banned
+
+
+def _unfit(result: object, row: Tensor) -> str | None:
+    if not isinstance(result, Tensor):
+        return type(result).__name__
+    if result.shape != row.shape or result.dtype != row.dtype:
+        return f"a tensor {list(result.shape)} of {result.dtype}"
+    return None
+
+
+def _fault(spec: SamplingSpec, vocab_size: int) -> RequestError | None:
+    places: tuple[tuple[str, Collection[int]], ...] = (
+        ("logit_bias", spec.params.logit_bias or ()),
+        ("stop_token_ids", spec.params.stop_token_ids),
+        ("prompt", spec.prompt_ids),
+    )
+    for name, ids in places:
+        for token in (min(ids), max(ids)) if ids else ():
+            if not 0 <= token < vocab_size:
+                return RequestError(
+                    f"{name}: token id {token} is not in the vocabulary; accepted are ids from 0 "
+                    f"to {vocab_size - 1}"
+                )
+    return None
