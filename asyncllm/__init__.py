@@ -27,6 +27,7 @@ from asyncllm.events import Choice, Chunk, Completion, FinishReason, Logprob, Ti
 from asyncllm.generation import Generation
 from asyncllm.info import EngineStats, LoadProgress, LoadStage, ModelInfo
 from asyncllm.options import EngineOptions, SamplingParams
+
 # from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.version import __version__
 

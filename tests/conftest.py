@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blockbuster import blockbuster_ctx
 
 from scripts import models
 
@@ -19,3 +21,10 @@ def smollm2_path() -> Path:
 def gemma_path() -> Path:
     """Gemma 3 270M as GGUF (Q4_K_M)."""
     return models.gemma()
+
+
+@pytest.fixture(autouse=True)
+def no_blocking_calls(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A blocking call of ours on a running event loop fails the test."""
+    with blockbuster_ctx("asyncllm"):
+        yield

@@ -1,18 +1,21 @@
 """How each block format becomes float32, in torch.
 
-Every function here takes `blocks`, uint8 `[n, block_bytes]`, contiguous, and fills `out`, float32
-`[n, block_elements]`, contiguous. The results have the bits of `gguf.quants.dequantize`.
+Every decoder here takes `blocks`, uint8 `[n, block_bytes]`, contiguous, fills `out`, float32
+`[n, block_elements]`, contiguous, and takes its larger temporaries from a `Scratch`. The results
+have the bits of `gguf.quants.dequantize`. Works on any torch device.
 
-What makes them quick, measured on AVX2: operations over whole contiguous buffers run five to twenty
-times faster than those over short strided runs, so integers are masked and shifted before they are
-cut out of their blocks, and small fields are handled eight at a time inside 64-bit words. Products
-of an fp16 scale, a 6-bit scale and a 5-bit weight fit float32 exactly; only the last sum rounds.
+What makes them quick: operations over whole contiguous buffers run several times faster than those
+over short strided runs, so bytes are masked and shifted before they are cut out of their blocks,
+and small fields are handled eight at a time inside 64-bit words. Products of an fp16 scale, a 6-bit
+scale and a 5-bit weight fit float32 exactly; only the last sum rounds.
 
 The layouts are those of `ggml-common.h` and `ggml-quants.c` of the ggml project.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Final
@@ -20,7 +23,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-Decoder = Callable[[Tensor, Tensor], None]
+# Weights unpacked at a time on the CPU: temporaries stay in the caches, calls stay few.
+TILE_WEIGHTS: Final = 1 << 19
 
 # The same byte eight times, as the signed 64-bit integer torch wants.
 _EVERY_BYTE: Final = 0x0101010101010101
@@ -31,142 +35,203 @@ _IQ4_VALUES: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 5
 _E2M1_VALUES: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-def _field(blocks: Tensor, start: int, stop: int) -> Tensor:
+class Scratch:
+    """Working memory for the temporaries of one tile, carved from one buffer and used again.
+
+    Fresh pages cost more than the arithmetic done in them (a page fault each 4 KiB), so on the CPU
+    the buffer stays; its size is bounded by the tile. Other devices have caching allocators.
+    """
+
+    def __init__(self) -> None:
+        self._words = torch.empty(0, dtype=torch.int64)
+        self._views: dict[torch.dtype, Tensor] = {}
+        self._used_words = 0
+
+    def reset(self) -> None:
+        """Everything handed out so far may be handed out again."""
+        self._used_words = 0
+
+    def empty(self, like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+        """An uninitialised contiguous tensor on the device of `like`."""
+        if like.device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=like.device)
+        start, per_word = self._used_words, 8 // dtype.itemsize
+        # Whole cache lines, so that no tensor begins in the middle of one.
+        self._used_words += -(-math.prod(shape) // (8 * per_word)) * 8
+        if self._used_words > self._words.numel():
+            self._words = torch.empty(2 * self._used_words, dtype=torch.int64)
+            self._views = {}
+        if dtype not in self._views:
+            self._views[dtype] = self._words.view(dtype)
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        return self._views[dtype].as_strided(shape, strides, start * per_word)
+
+    def copy(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """`source` as `dtype`, contiguous."""
+        return self.empty(source, dtype, *source.shape).copy_(source)
+
+    def nibbles(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """The low and the high four bits of every byte; whole words at a time where they fit."""
+        low, high = (self.empty(packed, packed.dtype, *packed.shape) for _ in range(2))
+        torch.bitwise_and(packed, 15, out=low)
+        torch.bitwise_right_shift(packed, 4, out=high)
+        return low, high
+
+
+Decoder = Callable[[Tensor, Tensor, Scratch], None]
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
+_per_thread = _PerThread()
+
+
+def unpack_blocks(decoder: Decoder, blocks: Tensor, out: Tensor) -> None:
+    """Runs `decoder` over `blocks [n, block_bytes]` in tiles, with this thread's scratch memory."""
+    scratch = _per_thread.scratch
+    step = max(1, TILE_WEIGHTS // out.shape[1]) if out.device.type == "cpu" else len(blocks)
+    for start in range(0, len(blocks), max(1, step)):
+        scratch.reset()
+        decoder(blocks[start : start + step], out[start : start + step], scratch)
+
+
+def _field(blocks: Tensor, start: int, stop: int, scratch: Scratch) -> Tensor:
     """The bytes `start` to `stop` of every block, uint8 `[n, stop - start]`, contiguous."""
-    return blocks[:, start:stop].contiguous()
+    return scratch.copy(blocks[:, start:stop], torch.uint8)
 
 
 def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
     """`count` fp16 numbers that begin at byte `start`, as float32 `[n, count]`."""
-    return _field(blocks, start, start + 2 * count).view(torch.float16).float()
+    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
 
 
-def _signed(bytes_: Tensor) -> Tensor:
-    return bytes_.view(torch.int8)
+def _signed(values: Tensor) -> Tensor:
+    return values.view(torch.int8)
 
 
-def _bits(packed: Tensor) -> Tensor:
+def _bits(packed: Tensor, scratch: Scratch) -> Tensor:
     """The bits of uint8 `[n, k]`, lowest first, as 0 and 1 in uint8 `[n, 8 * k]`."""
-    spread = (packed.long() * _EVERY_BYTE).bitwise_and_(_DIAGONAL)
-    return spread.view(torch.uint8).ne(0).view(torch.uint8)
-
-
-def _codebook_words(values: tuple[int, ...]) -> bytes:
-    """Four 4-bit codes (lowest first, a 16-bit index) to their four int8 values."""
-    import numpy as np
-
-    codes = np.arange(1 << 16, dtype=np.uint16)[:, None] >> np.array([0, 4, 8, 12], np.uint16) & 15
-    return np.array(values, np.int8)[codes].tobytes()
+    spread = scratch.copy(packed, torch.int64).mul_(_EVERY_BYTE).bitwise_and_(_DIAGONAL)
+    spread = spread.view(torch.uint8)
+    return torch.ne(spread, 0, out=spread.view(torch.bool)).view(torch.uint8)
 
 
 @lru_cache(maxsize=16)
 def _codebook(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 `[65536]`: the int8 values of four 4-bit codes at once."""
-    words = bytearray(_codebook_words(values))
-    return torch.frombuffer(words, dtype=torch.int32).to(device)
+    """int32 `[65536]`: the int8 values of four 4-bit codes, the lowest code first, at once."""
+    codes = torch.arange(1 << 16).unsqueeze(1) >> torch.tensor([0, 4, 8, 12]) & 15
+    words = torch.tensor(values, dtype=torch.int8)[codes].view(torch.int32)
+    return words.view(-1).to(device)
 
 
-def _look_up(packed: Tensor, values: tuple[int, ...]) -> Tensor:
+def _look_up(packed: Tensor, values: tuple[int, ...], scratch: Scratch) -> Tensor:
     """int8 `[n, 32]`: the values of uint8 `[n, 16]`, the low halves of the bytes first."""
     words = packed.view(torch.int32)
-    index = torch.empty((words.shape[0], 2, 4), dtype=torch.int32, device=packed.device)
-    for half, nibbles in enumerate((words & 0x0F0F0F0F, (words >> 4).bitwise_and_(0x0F0F0F0F))):
-        pairs = nibbles.bitwise_or_(nibbles >> 4)
-        index[:, half] = (pairs & 0xFF).bitwise_or_((pairs >> 8).bitwise_and_(0xFF00))
-    found = torch.index_select(_codebook(values, packed.device), 0, index.view(-1))
+    index = scratch.empty(packed, torch.int32, len(words), 2, 4)
+    pairs, rest = (scratch.empty(packed, torch.int32, len(words), 4) for _ in range(2))
+    for half in range(2):
+        torch.bitwise_right_shift(words, 4 * half, out=pairs).bitwise_and_(0x0F0F0F0F)
+        # Four codes move together: bytes 0a 0b 0c 0d become the 16-bit number abcd.
+        pairs.bitwise_or_(torch.bitwise_right_shift(pairs, 4, out=rest))
+        torch.bitwise_right_shift(pairs, 8, out=rest).bitwise_and_(0xFF00)
+        index[:, half] = pairs.bitwise_and_(0xFF).bitwise_or_(rest)
+    found = scratch.empty(packed, torch.int32, index.numel())
+    torch.index_select(_codebook(values, packed.device), 0, index.view(-1), out=found)
     return found.view(torch.int8).view(-1, 32)
 
 
-def _nibbles_into(out: Tensor, blocks: Tensor, start: int, scale: Tensor) -> None:
-    """`out [n, g, 2, w] = nibble * scale [n, g, 2, 1]`; `g * w` packed bytes begin at `start`.
-
-    The low halves of a group's `w` bytes come first, then the high halves.
-    """
-    groups, width = out.shape[1], out.shape[3]
-    for half, nibbles in enumerate((blocks & 15, blocks >> 4)):
-        widened = nibbles.float()[:, start : start + groups * width].unflatten(1, (groups, width))
-        torch.mul(widened, scale[:, :, half], out=out[:, :, half])
-
-
-def _f32(blocks: Tensor, out: Tensor) -> None:
+def _f32(blocks: Tensor, out: Tensor, _: Scratch) -> None:
     out.copy_(blocks.view(torch.float32))
 
 
-def _f16(blocks: Tensor, out: Tensor) -> None:
+def _f16(blocks: Tensor, out: Tensor, _: Scratch) -> None:
     out.copy_(blocks.view(torch.float16))
 
 
-def _bf16(blocks: Tensor, out: Tensor) -> None:
+def _bf16(blocks: Tensor, out: Tensor, _: Scratch) -> None:
     out.copy_(blocks.view(torch.bfloat16))
 
 
-def _q4_0(blocks: Tensor, out: Tensor) -> None:
+def _q4_0(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
     scale, halves = _halves(blocks, 0), out.view(-1, 2, 16)
-    for half, nibbles in enumerate((blocks & 15, blocks >> 4)):
-        centred = _signed(nibbles.sub_(8)).float()
+    for half, nibbles in enumerate(scratch.nibbles(blocks)):
+        centred = scratch.copy(_signed(nibbles.sub_(8)), torch.float32)
         torch.mul(centred[:, 2:], scale, out=halves[:, half])
 
 
-def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    scales = _halves(blocks, 0, 2)
-    _nibbles_into(out.view(-1, 1, 2, 16), blocks, 4, scales[:, :1, None, None].expand(-1, 1, 2, 1))
+def _q4_1(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
+    scales, halves = _halves(blocks, 0, 2), out.view(-1, 2, 16)
+    for half, nibbles in enumerate(scratch.nibbles(blocks)):
+        widened = scratch.copy(nibbles, torch.float32)
+        torch.mul(widened[:, 4:], scales[:, :1], out=halves[:, half])
     out.add_(scales[:, 1:])
 
 
-def _q5(blocks: Tensor, out: Tensor, high: int, offset: int) -> None:
+def _q5(blocks: Tensor, out: Tensor, high: int, offset: int, scratch: Scratch) -> None:
     """`out = q - offset`: four bytes of fifth bits begin at `high`, the nibbles follow them."""
-    fifth = _bits(_field(blocks, high, high + 4)).mul_(16).sub_(offset)
+    fifth = _bits(blocks[:, high : high + 4], scratch).mul_(16).sub_(offset)
     out.copy_(_signed(fifth))
     halves = out.view(-1, 2, 16)
-    for half, nibbles in enumerate((blocks & 15, blocks >> 4)):
-        halves[:, half].add_(nibbles.float()[:, high + 4 :])
+    for half, nibbles in enumerate(scratch.nibbles(blocks)):
+        halves[:, half].add_(scratch.copy(nibbles, torch.float32)[:, high + 4 :])
 
 
-def _q5_0(blocks: Tensor, out: Tensor) -> None:
-    _q5(blocks, out, 2, 16)
+def _q5_0(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
+    _q5(blocks, out, 2, 16, scratch)
     out.mul_(_halves(blocks, 0))
 
 
-def _q5_1(blocks: Tensor, out: Tensor) -> None:
-    _q5(blocks, out, 4, 0)
+def _q5_1(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
+    _q5(blocks, out, 4, 0, scratch)
     scales = _halves(blocks, 0, 2)
     out.mul_(scales[:, :1]).add_(scales[:, 1:])
 
 
-def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    torch.mul(_signed(blocks).float()[:, 2:], _halves(blocks, 0), out=out)
+def _q8_0(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
+    widened = scratch.copy(_signed(blocks), torch.float32)
+    torch.mul(widened[:, 2:], _halves(blocks, 0), out=out)
 
 
-def _two_bits(packed: Tensor) -> Tensor:
+def _two_bits(packed: Tensor, scratch: Scratch) -> Tensor:
     """uint8 `[n, 256]` from uint8 `[n, 64]`: of each 32 bytes first the lowest two bits, and so on."""
-    words = packed.view(torch.int64).view(-1, 2, 4)
-    fields = torch.empty((words.shape[0], 2, 4, 4), dtype=torch.int64, device=packed.device)
+    words = packed.view(torch.int64)
+    fields = scratch.empty(packed, torch.int64, len(packed), 2, 4, 4)
+    shifted = scratch.empty(packed, torch.int64, len(packed), 8)
     for place in range(4):
-        fields[:, :, place] = (words >> 2 * place).bitwise_and_(3 * _EVERY_BYTE)
+        torch.bitwise_right_shift(words, 2 * place, out=shifted).bitwise_and_(3 * _EVERY_BYTE)
+        fields[:, :, place] = shifted.view(-1, 2, 4)
     return fields.view(torch.uint8).view(-1, 256)
 
 
-def _q2_k(blocks: Tensor, out: Tensor) -> None:
-    scales, halves = _field(blocks, 0, 16), _halves(blocks, 80, 2)
+def _q2_k(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
+    scales, halves = _field(blocks, 0, 16, scratch), _halves(blocks, 80, 2)
     groups = out.view(-1, 16, 16)
-    out.copy_(_two_bits(_field(blocks, 16, 80)))
+    out.copy_(_two_bits(_field(blocks, 16, 80, scratch), scratch))
     groups.mul_((halves[:, :1] * (scales & 15)).unsqueeze(2))
     groups.sub_((halves[:, 1:] * (scales >> 4)).unsqueeze(2))
 
 
-def _q3_k(blocks: Tensor, out: Tensor) -> None:
-    low, high = _field(blocks, 96, 104), _field(blocks, 104, 108).view(torch.int32)
+def _q3_k(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
     scales = torch.cat((low & 15, low >> 4), dim=1)
-    upper = torch.cat([(high >> 2 * place) & 0x03030303 for place in range(4)], dim=1)
-    scales = scales.bitwise_or_(upper.view(torch.uint8) << 4).sub_(32)
-    quants = _two_bits(_field(blocks, 32, 96))
-    third = _field(blocks, 0, 32).view(torch.int64)
-    words = quants.view(torch.int64).view(-1, 8, 4)
-    for place in range(8):
-        bits = (third << 2) >> place if place <= 2 else third >> place - 2
-        words[:, place].bitwise_or_(bits.bitwise_and_(4 * _EVERY_BYTE))
+    upper = torch.cat([(high >> place) & 3 for place in (0, 2, 4, 6)], dim=1)
+    scales = _signed(scales.bitwise_or_(upper << 4).sub_(32))
+    quants = _two_bits(_field(blocks, 32, 96, scratch), scratch)
+    groups = quants.view(torch.int64).view(-1, 8, 4)
+    third = _field(blocks, 0, 32, scratch).view(torch.int64)
+    moved = scratch.empty(blocks, torch.int64, len(blocks), 4)
+    for group in range(8):
+        # Bit `group` of every byte comes to place 2.
+        if group < 2:
+            torch.bitwise_left_shift(third, 2 - group, out=moved)
+        else:
+            torch.bitwise_right_shift(third, group - 2, out=moved)
+        groups[:, group].bitwise_or_(moved.bitwise_and_(4 * _EVERY_BYTE))
     out.copy_(_signed(quants.sub_(4)))
-    out.view(-1, 16, 16).mul_((_halves(blocks, 108) * _signed(scales)).unsqueeze(2))
+    out.view(-1, 16, 16).mul_((_halves(blocks, 108) * scales).unsqueeze(2))
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,63 +247,74 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _q4_k(blocks: Tensor, out: Tensor) -> None:
+def _q4_k(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
     scales, minimums = _k_scales(blocks)
-    _nibbles_into(out.view(-1, 4, 2, 32), blocks, 16, scales.view(-1, 4, 2, 1))
-    out.view(-1, 8, 32).sub_(minimums.unsqueeze(2))
+    packed = _field(blocks, 16, 144, scratch).view(-1, 32)
+    pairs = out.view(-1, 2, 32)
+    for half, nibbles in enumerate(scratch.nibbles(packed)):
+        widened = scratch.copy(nibbles, torch.float32)
+        torch.mul(widened, scales.view(-1, 2)[:, half, None], out=pairs[:, half])
+    out.view(-1, 32).sub_(minimums.view(-1, 1))
 
 
-def _q5_k(blocks: Tensor, out: Tensor) -> None:
+def _q5_k(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
     scales, minimums = _k_scales(blocks)
-    quants = _field(blocks, 48, 176).view(torch.int64).view(-1, 4, 4)
-    fifth = _field(blocks, 16, 48).view(torch.int64).view(-1, 1, 4)
-    whole = torch.empty((len(blocks), 4, 2, 4), dtype=torch.int64, device=blocks.device)
+    low, high = scratch.nibbles(_field(blocks, 48, 176, scratch))
+    fifth = _field(blocks, 16, 48, scratch).view(torch.int64)
     # Pair p of groups takes bits 2p and 2p + 1 of the 32 bytes; here they come to places 0 and 1.
-    places = torch.arange(0, 8, 2, device=blocks.device).view(4, 1)
-    bits = fifth >> places
-    mask, bit = 15 * _EVERY_BYTE, 16 * _EVERY_BYTE
-    whole[:, :, 0] = (quants & mask).bitwise_or_((bits << 4).bitwise_and_(bit))
-    whole[:, :, 1] = (quants >> 4).bitwise_and_(mask).bitwise_or_((bits << 3).bitwise_and_(bit))
-    out.copy_(whole.view(torch.uint8).view(-1, 256))
-    groups = out.view(-1, 8, 32)
-    groups.mul_(scales.unsqueeze(2)).sub_(minimums.unsqueeze(2))
+    pairs = scratch.empty(blocks, torch.int64, len(blocks), 4, 4)
+    for pair in range(4):
+        torch.bitwise_right_shift(fifth, 2 * pair, out=pairs[:, pair])
+    bits = pairs.view(torch.uint8).view(-1, 128)
+    moved = scratch.empty(blocks, torch.uint8, len(blocks), 128)
+    low.bitwise_or_(torch.bitwise_left_shift(bits, 4, out=moved).bitwise_and_(16))
+    high.bitwise_or_(torch.bitwise_left_shift(bits, 3, out=moved).bitwise_and_(16))
+    halves = out.view(-1, 2, 32)
+    for half, quants in enumerate((low, high)):
+        widened = scratch.copy(quants, torch.float32).view(-1, 32)
+        torch.mul(widened, scales.view(-1, 2)[:, half, None], out=halves[:, half])
+    out.view(-1, 32).sub_(minimums.view(-1, 1))
 
 
-def _q6_k(blocks: Tensor, out: Tensor) -> None:
-    low = _field(blocks, 0, 128)
-    high = _field(blocks, 128, 192).view(-1, 2, 1, 32)
+def _q6_k(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
+    low, high = scratch.nibbles(_field(blocks, 0, 128, scratch))
     # Bits 0-1, 2-3, 4-5, 6-7 belong to groups 0 to 3: with a copy shifted by two beside it, the
     # low nibbles (groups 0 and 1) and the high ones (2 and 3) find theirs in the same places.
-    high = torch.cat((high, high >> 2), dim=2).view(-1, 128)
-    quants = torch.empty((len(blocks), 2, 2, 64), dtype=torch.uint8, device=blocks.device)
-    first = (low & 15).bitwise_or_((high << 4).bitwise_and_(0x30))
-    second = (low >> 4).bitwise_or_(high.bitwise_and_(0x30))
-    quants[:, :, 0] = first.view(-1, 2, 64)
-    quants[:, :, 1] = second.view(-1, 2, 64)
-    out.copy_(_signed(quants.sub_(32)).view(-1, 256))
-    scales = _halves(blocks, 208) * _signed(_field(blocks, 192, 208))
-    out.view(-1, 16, 16).mul_(scales.unsqueeze(2))
+    upper = blocks[:, 128:192].unflatten(1, (2, 32))
+    bits = scratch.empty(blocks, torch.uint8, len(blocks), 2, 2, 32)
+    bits[:, :, 0] = upper
+    torch.bitwise_right_shift(bits[:, :, 0], 2, out=bits[:, :, 1])
+    bits = bits.view(-1, 128)
+    moved = scratch.empty(blocks, torch.uint8, len(blocks), 128)
+    low.bitwise_or_(torch.bitwise_left_shift(bits, 4, out=moved).bitwise_and_(0x30)).sub_(32)
+    high.bitwise_or_(bits.bitwise_and_(0x30)).sub_(32)
+    halves = out.view(-1, 2, 64)
+    halves[:, 0] = _signed(low).view(-1, 64)
+    halves[:, 1] = _signed(high).view(-1, 64)
+    scales = _halves(blocks, 208) * _signed(blocks)[:, 192:208]
+    out.view(-1, 16).mul_(scales.view(-1, 1))
 
 
-def _iq4_nl(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_look_up(_field(blocks, 2, 18), _IQ4_VALUES))
+def _iq4_nl(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
+    out.copy_(_look_up(_field(blocks, 2, 18, scratch), _IQ4_VALUES, scratch))
     out.mul_(_halves(blocks, 0))
 
 
-def _iq4_xs(blocks: Tensor, out: Tensor) -> None:
+def _iq4_xs(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
     high = blocks.view(torch.int16)[:, 1:2] >> torch.arange(0, 16, 2, device=blocks.device)
-    low = _field(blocks, 4, 8)
+    low = blocks[:, 4:8]
     low = torch.stack((low & 15, low >> 4), dim=2).view(-1, 8)
     scales = _signed(low.bitwise_or_((high & 3).to(torch.uint8) << 4).sub_(32))
-    out.view(-1, 32).copy_(_look_up(_field(blocks, 8, 136).view(-1, 16), _IQ4_VALUES))
-    out.view(-1, 8, 32).mul_((_halves(blocks, 0) * scales).unsqueeze(2))
+    packed = _field(blocks, 8, 136, scratch).view(-1, 16)
+    out.view(-1, 32).copy_(_look_up(packed, _IQ4_VALUES, scratch))
+    out.view(-1, 32).mul_((_halves(blocks, 0) * scales).view(-1, 1))
 
 
-def _mxfp4(blocks: Tensor, out: Tensor) -> None:
+def _mxfp4(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
     exponent = blocks[:, :1].int()
     # 2 ** (exponent - 128), the half of e8m0 since the values are doubled; 0 and 1 are subnormal.
     bits = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
-    out.copy_(_look_up(_field(blocks, 1, 17), _E2M1_VALUES))
+    out.copy_(_look_up(_field(blocks, 1, 17, scratch), _E2M1_VALUES, scratch))
     out.mul_(bits.view(torch.float32))
 
 
