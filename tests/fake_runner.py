@@ -77,7 +77,7 @@ class _History:
 
 
 class FakeRunner:
-    """Implements `Runner`; `grants` limits how many blocks of each group memory has room for."""
+    """Implements `Runner`; `grants` is how many blocks of each group there is memory for."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class FakeRunner:
         self._groups = groups
         self._size = block_tokens
         self._vocabulary = vocabulary
-        self._left = list(grants) if grants is not None else [group.capacity for group in groups]
+        self.memory = list(grants) if grants is not None else [group.capacity for group in groups]
         self._seconds = seconds
         self._cells: list[list[list[Cell | None]]] = [[] for _ in groups]
         self._histories: dict[int, _History] = {}
@@ -132,8 +132,8 @@ class FakeRunner:
     def grow(self, group: int, blocks: int) -> int:
         assert not self._results, "the pool grew while a step was outstanding"
         self.growth_calls += 1
-        granted = min(blocks, self._left[group])
-        self._left[group] -= granted
+        granted = min(blocks, self.memory[group])
+        self.memory[group] -= granted
         self._cells[group] += [[None] * self._size for _ in range(granted)]
         return granted
 

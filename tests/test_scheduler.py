@@ -464,9 +464,7 @@ class TestPreemption:
 
     def test_the_preempted_resume_in_the_order_of_preemption_ahead_of_new_requests(self) -> None:
         engine = Engine(capacity=[12], chunk=64, max_seqs=4)
-        old, second, third = (
-            engine.request(prompt(9, i), 30, ignore_eos=True) for i in range(3)
-        )
+        old, second, third = (engine.request(prompt(9, i), 30, ignore_eos=True) for i in range(3))
         while second.sequences[0].state is not State.PREEMPTED:
             step(engine)
         assert third.sequences[0].state is State.PREEMPTED
@@ -519,9 +517,29 @@ class TestPreemption:
         engine.run()
         error = request.sequences[0].error
         assert isinstance(error, PromptTooLongError)
-        assert "100 tokens, which need 25 blocks of 4 tokens; the K/V pool can hold 20" in str(error)
+        assert "100 tokens, which need 25 blocks of 4 tokens; the K/V pool can hold 20" in str(
+            error
+        )
         assert request.sequences[0].state is State.FAILED
         assert len(output(small)) == 5
+
+    @BOTH_ORDERS
+    def test_memory_that_was_refused_is_asked_for_again_before_anything_is_given_up(
+        self, ahead: bool
+    ) -> None:
+        engine = Engine(capacity=[1000], grants=[20], chunk=16, ahead=ahead)
+        request = engine.request(prompt(70), 100, ignore_eos=True)
+        while engine.cache.blocks_total < 20:
+            engine.step()
+        engine.runner.memory[0] = 10  # someone else gave it back
+        while len(output(request)) < 40:
+            engine.step()
+        engine.cancel(request)
+        assert engine.cache.blocks_total == 30
+        engine.runner.memory[0] = 100
+        large = engine.request(prompt(200, 2), 5, ignore_eos=True)
+        engine.run()
+        assert output(large) == engine.expected(large.sequences[0], 5)
 
     def test_a_preempted_one_that_no_longer_fits_ends_with_length(self) -> None:
         engine = Engine(capacity=[1000], grants=[20], chunk=64)
@@ -709,7 +727,7 @@ class TestOneStepAhead:
     def test_a_decode_is_planned_before_its_token_is_known(self) -> None:
         engine = Engine(ahead=True, capacity=[16])
         request = engine.request(prompt(5), 4, ignore_eos=True)
-        rows = []
+        rows: list[Row] = []
         while engine.scheduler.has_work:
             plan = engine.step()
             rows += plan.rows if isinstance(plan, StepPlan) else ()
@@ -833,14 +851,20 @@ class TestRecords:
         engine.run()
         assert (engine.scheduler.admitted, engine.scheduler.finished) == (4, 4)
 
-    def test_the_newest_rows_tell_prompts_from_outputs(self) -> None:
-        engine = Engine(chunk=3, capacity=[5])
-        engine.request(prompt(6), 14, ignore_eos=True)
-        engine.request(prompt(7, 2), 13, ignore_eos=True)
+    def test_rows_that_recompute_an_output_count_as_prompt_rows(self) -> None:
+        engine = Engine(chunk=1, capacity=[5], prefix_cache=False)
+        for i in range(2):
+            engine.request(prompt(6, i), 14, ignore_eos=True)
         engine.run()
-        for plan in engine.plans:
-            assert plan.prompt_rows <= 3
-            assert all(row.wants_token for row in plan.rows if is_decode(row))
+        assert engine.scheduler.resumed
+        recomputed = [
+            row
+            for plan in engine.plans
+            for row in plan.rows
+            if row.output_count and not row.wants_token
+        ]
+        assert recomputed
+        assert not any(map(is_decode, recomputed))
 
 
 def test_a_result_is_live_until_its_sequence_ends_or_is_preempted() -> None:

@@ -177,7 +177,9 @@ FUZZ = settings(max_examples=250, deadline=None, suppress_health_check=list(Heal
 
 
 @FUZZ
-@given(setups(refusing=True), st.lists(arrivals(cancels=True), min_size=3, max_size=20), st.booleans())
+@given(
+    setups(refusing=True), st.lists(arrivals(cancels=True), min_size=3, max_size=20), st.booleans()
+)
 def test_no_block_is_lost_and_every_request_ends_as_it_should(
     setup: Setup, script: list[Arrival], ahead: bool
 ) -> None:
@@ -246,8 +248,7 @@ def test_an_hour_of_arrivals_and_cancellations_loses_nothing() -> None:
     engine.run()
     for request in engine.requests:
         verify(engine, request)
-    print(waited, scheduler.preempted, scheduler.steps, cancelled, engine.cache.prefix_hit_tokens, engine.runner.copies, scheduler.finished)
-    assert waited <= 24 * 40, "with at most 24 requests open, nobody waits longer than their work"
+    assert waited <= 200, "with at most 24 requests open nobody waits that many steps"
     assert scheduler.cancelled == cancelled > 200
     assert scheduler.preempted > 50
     assert scheduler.resumed <= scheduler.preempted

@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from asyncllm.checkpoint.formats import Format
+
 # Weights unpacked at a time on the CPU: temporaries stay in the caches, calls stay few.
-TILE_WEIGHTS: Final = 1 << 19
+TILE_WEIGHTS: Final = 1 << 20
 
 # The same byte eight times, as the signed 64-bit integer torch wants.
 _EVERY_BYTE: Final = 0x0101010101010101
@@ -47,6 +50,11 @@ class Scratch:
         self._views: dict[torch.dtype, Tensor] = {}
         self._used_words = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._words.nbytes
+
     def reset(self) -> None:
         """Everything handed out so far may be handed out again."""
         self._used_words = 0
@@ -59,7 +67,7 @@ class Scratch:
         # Whole cache lines, so that no tensor begins in the middle of one.
         self._used_words += -(-math.prod(shape) // (8 * per_word)) * 8
         if self._used_words > self._words.numel():
-            self._words = torch.empty(2 * self._used_words, dtype=torch.int64)
+            self._words = torch.empty(self._used_words, dtype=torch.int64)
             self._views = {}
         if dtype not in self._views:
             self._views[dtype] = self._words.view(dtype)
@@ -71,11 +79,25 @@ class Scratch:
         return self.empty(source, dtype, *source.shape).copy_(source)
 
     def nibbles(self, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """The low and the high four bits of every byte; whole words at a time where they fit."""
+        """The low and the high four bits of every byte."""
         low, high = (self.empty(packed, packed.dtype, *packed.shape) for _ in range(2))
         torch.bitwise_and(packed, 15, out=low)
         torch.bitwise_right_shift(packed, 4, out=high)
         return low, high
+
+    def widened_nibbles(self, packed: Tensor, offset: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """First (0, the low four bits of every byte less `offset`), then (1, the high ones).
+
+        Both are float32 of the shape of `packed`, one after the other in the same memory.
+        """
+        quants = self.empty(packed, packed.dtype, *packed.shape)
+        widened = self.empty(packed, torch.float32, *packed.shape)
+        for half in range(2):
+            if half == 0:
+                torch.bitwise_and(packed, 15, out=quants)
+            else:
+                torch.bitwise_right_shift(packed, 4, out=quants)
+            yield half, widened.copy_(_signed(quants.sub_(offset)) if offset else quants)
 
 
 Decoder = Callable[[Tensor, Tensor, Scratch], None]
@@ -89,13 +111,48 @@ class _PerThread(threading.local):
 _per_thread = _PerThread()
 
 
-def unpack_blocks(decoder: Decoder, blocks: Tensor, out: Tensor) -> None:
-    """Runs `decoder` over `blocks [n, block_bytes]` in tiles, with this thread's scratch memory."""
+def unpack_rows(layout: Format, raw: Tensor, out: Tensor) -> None:
+    """`Format.unpack`: checks the arguments and runs the format's decoder over tiles of blocks."""
+    rows, columns = out.shape if out.dim() == 2 else (-1, -1)
+    if (
+        (raw.dtype, out.dtype) != (torch.uint8, torch.float32)
+        or rows < 0
+        or tuple(raw.shape) != (rows, layout.row_bytes(columns))
+        or raw.device != out.device
+        or not (raw.is_contiguous() and out.is_contiguous())
+    ):
+        raise ValueError(
+            f"unpacking {layout.name} takes contiguous uint8 [rows, row bytes] and float32 "
+            f"[rows, columns] on one device, not {raw.dtype} {list(raw.shape)} on {raw.device} "
+            f"and {out.dtype} {list(out.shape)} on {out.device}"
+        )
+    if out.numel() == 0:
+        return
+    decoder = DECODERS.get(layout.name)
+    # Plain floats have blocks of one; any run of them will do as a block here.
+    width = columns if layout.block_elements == 1 else layout.block_elements
+    blocks, out = raw.view(-1, layout.row_bytes(width)), out.view(-1, width)
+    step = len(blocks)
+    if out.device.type == "cpu":
+        step = max(1, TILE_WEIGHTS // width)
     scratch = _per_thread.scratch
-    step = max(1, TILE_WEIGHTS // out.shape[1]) if out.device.type == "cpu" else len(blocks)
-    for start in range(0, len(blocks), max(1, step)):
+    for start in range(0, len(blocks), step):
         scratch.reset()
-        decoder(blocks[start : start + step], out[start : start + step], scratch)
+        if decoder is None:
+            _through_gguf(layout, blocks[start : start + step], out[start : start + step])
+        else:
+            decoder(blocks[start : start + step], out[start : start + step], scratch)
+
+
+def _through_gguf(layout: Format, blocks: Tensor, out: Tensor) -> None:
+    import numpy as np
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    # Scales of a damaged file may be infinite or no numbers; what they make is what they make.
+    with np.errstate(all="ignore"):
+        values = dequantize(blocks.cpu().numpy(), GGMLQuantizationType(layout.type_id))
+    out.copy_(torch.from_numpy(values).view(out.shape))
 
 
 def _field(blocks: Tensor, start: int, stop: int, scratch: Scratch) -> Tensor:
@@ -104,19 +161,23 @@ def _field(blocks: Tensor, start: int, stop: int, scratch: Scratch) -> Tensor:
 
 
 def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
-    """`count` fp16 numbers that begin at byte `start`, as float32 `[n, count]`."""
-    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
+    """One or two fp16 numbers that begin at byte `start`, as float32 `[n, count]`."""
+    # As one word to a block: a run of one element is no loop within a loop.
+    word = torch.int16 if count == 1 else torch.int32
+    place = start // word.itemsize
+    return blocks.view(word)[:, place : place + 1].contiguous().view(torch.float16).float()
 
 
 def _signed(values: Tensor) -> Tensor:
     return values.view(torch.int8)
 
 
-def _bits(packed: Tensor, scratch: Scratch) -> Tensor:
-    """The bits of uint8 `[n, k]`, lowest first, as 0 and 1 in uint8 `[n, 8 * k]`."""
+def _sixteens(packed: Tensor, scratch: Scratch) -> Tensor:
+    """The bits of uint8 `[n, k]`, lowest first, as 0 and 16 in uint8 `[n, 8 * k]`."""
     spread = scratch.copy(packed, torch.int64).mul_(_EVERY_BYTE).bitwise_and_(_DIAGONAL)
-    spread = spread.view(torch.uint8)
-    return torch.ne(spread, 0, out=spread.view(torch.bool)).view(torch.uint8)
+    # Byte i is 0 or 1 << i. Adding 127 sets its highest bit where it is not 0, and carries nowhere.
+    spread.add_(127 * _EVERY_BYTE).bitwise_right_shift_(3).bitwise_and_(16 * _EVERY_BYTE)
+    return spread.view(torch.uint8)
 
 
 @lru_cache(maxsize=16)
@@ -157,26 +218,24 @@ def _bf16(blocks: Tensor, out: Tensor, _: Scratch) -> None:
 
 def _q4_0(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
     scale, halves = _halves(blocks, 0), out.view(-1, 2, 16)
-    for half, nibbles in enumerate(scratch.nibbles(blocks)):
-        centred = scratch.copy(_signed(nibbles.sub_(8)), torch.float32)
-        torch.mul(centred[:, 2:], scale, out=halves[:, half])
+    for half, quants in scratch.widened_nibbles(blocks, 8):
+        torch.mul(quants[:, 2:], scale, out=halves[:, half])
 
 
 def _q4_1(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
     scales, halves = _halves(blocks, 0, 2), out.view(-1, 2, 16)
-    for half, nibbles in enumerate(scratch.nibbles(blocks)):
-        widened = scratch.copy(nibbles, torch.float32)
-        torch.mul(widened[:, 4:], scales[:, :1], out=halves[:, half])
+    for half, quants in scratch.widened_nibbles(blocks):
+        torch.mul(quants[:, 4:], scales[:, :1], out=halves[:, half])
     out.add_(scales[:, 1:])
 
 
 def _q5(blocks: Tensor, out: Tensor, high: int, offset: int, scratch: Scratch) -> None:
     """`out = q - offset`: four bytes of fifth bits begin at `high`, the nibbles follow them."""
-    fifth = _bits(blocks[:, high : high + 4], scratch).mul_(16).sub_(offset)
-    out.copy_(_signed(fifth))
+    fifth = _sixteens(blocks[:, high : high + 4], scratch)
+    out.copy_(_signed(fifth.sub_(offset)) if offset else fifth)
     halves = out.view(-1, 2, 16)
-    for half, nibbles in enumerate(scratch.nibbles(blocks)):
-        halves[:, half].add_(scratch.copy(nibbles, torch.float32)[:, high + 4 :])
+    for half, quants in scratch.widened_nibbles(blocks):
+        halves[:, half].add_(quants[:, high + 4 :])
 
 
 def _q5_0(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
@@ -196,7 +255,7 @@ def _q8_0(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
 
 
 def _two_bits(packed: Tensor, scratch: Scratch) -> Tensor:
-    """uint8 `[n, 256]` from uint8 `[n, 64]`: of each 32 bytes first the lowest two bits, and so on."""
+    """uint8 `[n, 256]` from `[n, 64]`: of each 32 bytes all lowest two bits, then the next."""
     words = packed.view(torch.int64)
     fields = scratch.empty(packed, torch.int64, len(packed), 2, 4, 4)
     shifted = scratch.empty(packed, torch.int64, len(packed), 8)
@@ -251,9 +310,8 @@ def _q4_k(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
     scales, minimums = _k_scales(blocks)
     packed = _field(blocks, 16, 144, scratch).view(-1, 32)
     pairs = out.view(-1, 2, 32)
-    for half, nibbles in enumerate(scratch.nibbles(packed)):
-        widened = scratch.copy(nibbles, torch.float32)
-        torch.mul(widened, scales.view(-1, 2)[:, half, None], out=pairs[:, half])
+    for half, quants in scratch.widened_nibbles(packed):
+        torch.mul(quants, scales.view(-1, 2)[:, half, None], out=pairs[:, half])
     out.view(-1, 32).sub_(minimums.view(-1, 1))
 
 
@@ -270,9 +328,10 @@ def _q5_k(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
     low.bitwise_or_(torch.bitwise_left_shift(bits, 4, out=moved).bitwise_and_(16))
     high.bitwise_or_(torch.bitwise_left_shift(bits, 3, out=moved).bitwise_and_(16))
     halves = out.view(-1, 2, 32)
+    widened = scratch.empty(blocks, torch.float32, len(blocks), 128)
     for half, quants in enumerate((low, high)):
-        widened = scratch.copy(quants, torch.float32).view(-1, 32)
-        torch.mul(widened, scales.view(-1, 2)[:, half, None], out=halves[:, half])
+        widened.copy_(quants)
+        torch.mul(widened.view(-1, 32), scales.view(-1, 2)[:, half, None], out=halves[:, half])
     out.view(-1, 32).sub_(minimums.view(-1, 1))
 
 
@@ -280,17 +339,16 @@ def _q6_k(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
     low, high = scratch.nibbles(_field(blocks, 0, 128, scratch))
     # Bits 0-1, 2-3, 4-5, 6-7 belong to groups 0 to 3: with a copy shifted by two beside it, the
     # low nibbles (groups 0 and 1) and the high ones (2 and 3) find theirs in the same places.
-    upper = blocks[:, 128:192].unflatten(1, (2, 32))
     bits = scratch.empty(blocks, torch.uint8, len(blocks), 2, 2, 32)
-    bits[:, :, 0] = upper
+    bits[:, 0, 0], bits[:, 1, 0] = blocks[:, 128:160], blocks[:, 160:192]
     torch.bitwise_right_shift(bits[:, :, 0], 2, out=bits[:, :, 1])
     bits = bits.view(-1, 128)
     moved = scratch.empty(blocks, torch.uint8, len(blocks), 128)
-    low.bitwise_or_(torch.bitwise_left_shift(bits, 4, out=moved).bitwise_and_(0x30)).sub_(32)
-    high.bitwise_or_(bits.bitwise_and_(0x30)).sub_(32)
-    halves = out.view(-1, 2, 64)
-    halves[:, 0] = _signed(low).view(-1, 64)
-    halves[:, 1] = _signed(high).view(-1, 64)
+    low.bitwise_or_(torch.bitwise_left_shift(bits, 4, out=moved).bitwise_and_(0x30))
+    high.bitwise_or_(bits.bitwise_and_(0x30))
+    quants = scratch.empty(blocks, torch.uint8, len(blocks), 2, 2, 64)
+    quants[:, :, 0], quants[:, :, 1] = low.view(-1, 2, 64), high.view(-1, 2, 64)
+    out.copy_(_signed(quants.sub_(32)).view(-1, 256))
     scales = _halves(blocks, 208) * _signed(blocks)[:, 192:208]
     out.view(-1, 16).mul_(scales.view(-1, 1))
 
@@ -318,7 +376,7 @@ def _mxfp4(blocks: Tensor, out: Tensor, scratch: Scratch) -> None:
     out.mul_(bits.view(torch.float32))
 
 
-DECODERS: Mapping[str, Decoder] = {
+DECODERS: Final[Mapping[str, Decoder]] = {
     "F32": _f32,
     "F16": _f16,
     "BF16": _bf16,

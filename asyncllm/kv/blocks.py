@@ -234,11 +234,13 @@ class Match:
         first: for each group the number of the first block in `blocks`, counted in blocks from
             the sequence's start.
         blocks: for each group the blocks; the last one is partly used if `tokens` ends inside it.
+        forked: whether they are a sibling's rather than found by prefix.
     """
 
     tokens: int
     first: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
+    forked: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -414,7 +416,7 @@ class KvCache:
             tuple(source.entry(group, ring, i) for i in range(first[group], last))
             for group, ring in enumerate(self.rings)
         )
-        return Match(tokens, first, blocks)
+        return Match(tokens, first, blocks, forked=True)
 
     def admit(
         self, match: Match, tokens: int, life: int, may_grow: bool, copies: list[Copy]
@@ -449,7 +451,7 @@ class KvCache:
                 enough = ask + sum(not pool.is_held(b) for b in held) <= pool.available()
             if not enough:
                 return Room.NONE
-        if shares_part and not may_grow:
+        if match.forked and not may_grow:
             return Room.AFTER_COLLECT
         blocks = self._adopt(match)
         for group, pool in enumerate(self.pools):
@@ -483,24 +485,28 @@ class KvCache:
         """
         start, stop = offset // self.block_tokens, self.blocks_for(offset + count)
         to_copy: list[tuple[int, int]] = []
+        grows = False
         for group, pool in enumerate(self.pools):
-            ring = self.rings[group]
-            self._release_before(blocks, group, self._first_seen(self.windows[group], offset))
-            protected = [
-                number
-                for number in range(start, min(stop, blocks.last[group]))
-                if not pool.is_writable(blocks.entry(group, ring, number))
-            ]
-            new = max(0, stop - blocks.last[group]) + len(protected)
-            if protected and not may_grow:
-                return Room.AFTER_COLLECT
-            if new and (room := pool.supply(new, may_grow)) is not Room.READY:
-                return room
-            to_copy += [(group, number) for number in protected]
-        for group, number in to_copy:
-            self._copy(blocks, group, number, copies)
-        for group in range(len(self.pools)):
-            self._append(blocks, group, stop)
+            window, ring, last = self.windows[group], self.rings[group], blocks.last[group]
+            if window is not None:
+                self._release_before(blocks, group, self._first_seen(window, offset))
+            new = max(0, stop - last)
+            for number in range(start, min(stop, last)):
+                if not pool.is_writable(blocks.entry(group, ring, number)):
+                    if not may_grow:
+                        return Room.AFTER_COLLECT
+                    to_copy.append((group, number))
+                    new += 1
+            if new:
+                grows = True
+                room = pool.supply(new, may_grow)
+                if room is not Room.READY:
+                    return room
+        if grows:
+            for group, number in to_copy:
+                self._copy(blocks, group, number, copies)
+            for group in range(len(self.pools)):
+                self._append(blocks, group, stop)
         return Room.READY
 
     def publish(

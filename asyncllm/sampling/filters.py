@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from asyncllm.options import SamplingParams
 
-GREEDY_BELOW = 1e-5  # temperatures below this are greedy: nothing but the peak would have weight
+GREEDY_BELOW = 1e-5  # temperatures below this are greedy; they leave the peak alone with weight
 CANDIDATES = (1 << 10, 1 << 14)  # tried in turn; only rows left with more are sorted as a whole
 SLAB_ELEMENTS = 1 << 20  # of a batch worked on at once: bounds memory, and suits caches
 

@@ -110,8 +110,10 @@ class SamplingState:
             if math.isfinite(peak):
                 return
             found = "only -inf" if peak == -math.inf else f"a logit that is {peak}"
-        expected = f"a tensor [{self._vocab_size}] of torch.float32, each finite or -inf"
-        raise RequestError(f"{name} returned {found}; expected is {expected}, not all -inf")
+        raise RequestError(
+            f"{name} returned {found}; expected is a dense tensor [{self._vocab_size}] of "
+            "torch.float32, each finite or -inf, not all -inf"
+        )
 
     def _bias_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._bias is None:
@@ -139,8 +141,10 @@ class SamplingState:
 def _unfit(result: object, row: Tensor) -> str | None:
     if not isinstance(result, Tensor):
         return type(result).__name__
-    if result.shape != row.shape or result.dtype != row.dtype:
-        return f"a tensor {list(result.shape)} of {result.dtype}"
+    unlike = result.shape != row.shape or result.dtype != row.dtype
+    if unlike or result.layout != row.layout or result.is_meta:
+        kind = f"{result.dtype}, {result.layout}, on {result.device}"
+        return f"a tensor {list(result.shape)} of {kind}"
     return None
 
 

@@ -116,6 +116,7 @@ class Sequence:
         spec: how its tokens are chosen.
         state: see `State`.
         epoch: grows with each preemption; results of older epochs are dropped.
+        prompt_tokens: how many the prompt has.
         output_ids: tokens so far.
         finish_reason: `"stop"`, `"length"` or `"cancelled"` once it ended, unless it failed.
         stop: the string or token id that ended it.
@@ -140,6 +141,7 @@ class Sequence:
         self.spec = spec
         self.state = State.WAITING
         self.epoch = 0
+        self.prompt_tokens = len(request.prompt_ids)
         self.output_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop: str | int | None = None
@@ -167,7 +169,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """Prompt and output tokens that the host knows."""
-        return len(self.request.prompt_ids) + len(self.output_ids)
+        return self.prompt_tokens + len(self.output_ids)
 
     @property
     def remaining(self) -> int:
@@ -198,7 +200,9 @@ class Sequence:
     def tokens(self, start: int, stop: int) -> Tokens[int]:
         """Known ids at positions `start` to `stop - 1`."""
         prompt = self.request.prompt_ids
-        if stop <= len(prompt):
-            return prompt[start:stop]
         size = len(prompt)
-        return (*prompt[start:], *self.output_ids[max(0, start - size) : stop - size])
+        if stop <= size:
+            return prompt[start:stop]
+        if start >= size:
+            return self.output_ids[start - size : stop - size]
+        return (*prompt[start:], *self.output_ids[: stop - size])

@@ -310,12 +310,12 @@ class Scheduler:
             version = self.cache.version
             if self._refused_at == (sequence, version):
                 break
-            match, forked = self._match_sibling(sequence), True
+            match = self._match_sibling(sequence)
             if match is None:
                 siblings = self._to_fork_from(sequence)
                 if any(sibling.state is State.PREFILLING for sibling in siblings):
                     break  # it shares the prompt as soon as that is computed
-                match, forked = self._match_prefix(sequence), False
+                match = self._match_prefix(sequence)
             blocks = self.cache.admit(
                 match, sequence.length, self._life(sequence), may_grow, self._copies
             )
@@ -325,7 +325,7 @@ class Scheduler:
                 self._refused_at = sequence, self.cache.version
                 break
             self._dequeue(sequence)
-            self._start(sequence, blocks, match, forked)
+            self._start(sequence, blocks, match)
         return Room.READY
 
     @staticmethod
@@ -334,7 +334,7 @@ class Scheduler:
         return () if sequence.output_ids else sequence.request.sequences
 
     def _match_sibling(self, sequence: Sequence) -> Match | None:
-        size = len(sequence.request.prompt_ids)
+        size = sequence.prompt_tokens
         for sibling in self._to_fork_from(sequence):
             if sibling.blocks is not None and sibling.committed >= size:
                 match = self.cache.match_sibling(sibling.blocks, size - 1)
@@ -353,16 +353,14 @@ class Scheduler:
     def _life(sequence: Sequence) -> int:
         return max(sequence.length, sequence.limit - 1)
 
-    def _start(
-        self, sequence: Sequence, blocks: SequenceBlocks, match: Match, forked: bool
-    ) -> None:
+    def _start(self, sequence: Sequence, blocks: SequenceBlocks, match: Match) -> None:
         if sequence.admitted_at is None:
             sequence.admitted_at = perf_counter()
             sequence.cached_tokens = match.tokens
             self.admitted += 1
         else:
             self.resumed += 1
-        if not forked:
+        if not match.forked:
             self.cache.prefix_hit_tokens += match.tokens
         sequence.blocks = blocks
         sequence.submitted = sequence.committed = match.tokens
