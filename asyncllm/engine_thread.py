@@ -21,7 +21,6 @@ from asyncllm.events import Delta, Done, Event, Logprob
 from asyncllm.info import EngineStats, LoadProgress, ModelInfo
 from asyncllm.options import SamplingParams
 from asyncllm.scheduler.request import Request
-from asyncllm.scheduler.request import Sequence as OutputSequence
 from asyncllm.scheduler.scheduler import Emission, NoPlan, Scheduler
 from asyncllm.scheduler.step import Runner, StepInterrupted, Ticket, TokenLogprob
 
@@ -352,8 +351,14 @@ class EngineThread:
             texts[sequence.sequence_id] = text
             if stop is not None:
                 stops[sequence.sequence_id] = stop
-        for emission in self._scheduler.commit(result, stops):
+        emissions = self._scheduler.commit(result, stops)
+        for emission in emissions:
             self._emit(emission, texts.get(emission.sequence.sequence_id, ""))
+        for request in {e.sequence.request for e in emissions if e.finished}:
+            if request.done and request.request_id in self._open:
+                errors = (s.error for s in request.sequences if s.error is not None)
+                error = next(errors, None)
+                self._done(self._open[request.request_id], error, whole=error is None)
 
     def _emit(self, emission: Emission, text: str) -> None:
         sequence = emission.sequence
@@ -377,9 +382,6 @@ class EngineThread:
                     stop=sequence.stop,
                 )
             )
-        if emission.finished and sequence.request.done:
-            error = _error_of(sequence)
-            self._done(submission, error, whole=error is None)
 
     def _worded(self, entry: TokenLogprob) -> Logprob:
         text = self._loaded.token_text
@@ -419,8 +421,3 @@ class EngineThread:
             launch_failures=scheduler.launch_failures,
             weights_bytes=self._loaded.face.info.weights_bytes,
         )
-
-
-def _error_of(sequence: OutputSequence) -> BaseException | None:
-    errors = [s.error for s in sequence.request.sequences if s.error is not None]
-    return errors[0] if errors else None

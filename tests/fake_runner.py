@@ -222,7 +222,7 @@ class Engine:
         grants: Sequence[int] | None = None,
         policy: ChunkPolicy | None = None,
         seconds: Callable[[StepPlan], float] = lambda plan: 0.001,
-        refusals: Mapping[str, str] | None = None,
+        refusals: Mapping[DecodeMode, str] | None = None,
     ) -> None:
         groups = [
             LayerGroup(window, (index,), 1, blocks)

@@ -6,16 +6,8 @@ from collections import Counter
 
 import pytest
 
-from asyncllm.kv.blocks import (
-    FIRST_GROWTH_BLOCKS,
-    BlockPool,
-    Copy,
-    InvariantError,
-    KvCache,
-    Match,
-    Room,
-    SequenceBlocks,
-)
+from asyncllm.kv.block_pool import FIRST_GROWTH_BLOCKS, BlockPool, InvariantError, Room
+from asyncllm.kv.blocks import Copy, KvCache, Match, SequenceBlocks
 from asyncllm.kv.prefix import Chain, PrefixIndex
 from asyncllm.scheduler.step import LayerGroup
 

@@ -96,6 +96,22 @@ def test_unpacking_a_slice_of_rows_gives_those_rows(layout: Format) -> None:
     assert torch.equal(whole[3:7].view(torch.int32), part.view(torch.int32))
 
 
+@FAST
+def test_unpacking_works_in_and_out_of_inference_mode_by_turns(
+    layout: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncllm.checkpoint.unpack._per_thread", _PerThread())
+    unpack_module._codebook.cache_clear()
+    raw = random_blocks(layout, 4, 512, np.random.default_rng(6))
+    with torch.inference_mode():
+        first = unpack(layout, raw)
+    second = unpack(layout, raw)
+    with torch.inference_mode():
+        third = unpack(layout, raw)
+    assert_same_bits(first, second)
+    assert_same_bits(first, third)
+
+
 def test_no_rows_unpack_to_no_rows() -> None:
     for layout in FORMATS.values():
         layout.unpack(

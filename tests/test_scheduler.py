@@ -9,7 +9,7 @@ import pytest
 
 from asyncllm.errors import PromptTooLongError, RequestError
 from asyncllm.kv import prefix as prefix_module
-from asyncllm.kv.blocks import InvariantError
+from asyncllm.kv.block_pool import InvariantError
 from asyncllm.scheduler.chunking import ChunkPolicy
 from asyncllm.scheduler.request import Request, State
 from asyncllm.scheduler.scheduler import NoPlan

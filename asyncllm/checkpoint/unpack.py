@@ -46,7 +46,7 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._words = torch.empty(0, dtype=torch.int64)
+        self._words = torch.empty(0, dtype=torch.int64, device="cpu")
         self._views: dict[torch.dtype, Tensor] = {}
         self._used_words = 0
 
@@ -67,10 +67,13 @@ class Scratch:
         # Whole cache lines, so that no tensor begins in the middle of one.
         self._used_words += -(-math.prod(shape) // (8 * per_word)) * 8
         if self._used_words > self._words.numel():
-            self._words = torch.empty(self._used_words, dtype=torch.int64)
+            # Outliving the caller's inference mode, it must be no inference tensor.
+            with torch.inference_mode(False):
+                self._words = torch.empty(self._used_words, dtype=torch.int64, device="cpu")
             self._views = {}
         if dtype not in self._views:
-            self._views[dtype] = self._words.view(dtype)
+            with torch.inference_mode(False):
+                self._views[dtype] = self._words.view(dtype)
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         return self._views[dtype].as_strided(shape, strides, start * per_word)
 
@@ -183,9 +186,12 @@ def _sixteens(packed: Tensor, scratch: Scratch) -> Tensor:
 @lru_cache(maxsize=16)
 def _codebook(values: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 `[65536]`: the int8 values of four 4-bit codes, the lowest code first, at once."""
-    codes = torch.arange(1 << 16).unsqueeze(1) >> torch.tensor([0, 4, 8, 12]) & 15
-    words = torch.tensor(values, dtype=torch.int8)[codes].view(torch.int32)
-    return words.view(-1).to(device)
+    # Kept beyond the caller's inference mode, it must be no inference tensor.
+    with torch.inference_mode(False):
+        places = torch.tensor([0, 4, 8, 12], device=device)
+        codes = torch.arange(1 << 16, device=device).unsqueeze(1) >> places & 15
+        words = torch.tensor(values, dtype=torch.int8, device=device)[codes]
+        return words.view(torch.int32).view(-1)
 
 
 def _look_up(packed: Tensor, values: tuple[int, ...], scratch: Scratch) -> Tensor:

@@ -8,8 +8,9 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.events import FinishReason
+from asyncllm.kv.block_pool import InvariantError
 from asyncllm.options import SamplingParams
-from asyncllm.scheduler.step import SamplingSpec
+from asyncllm.scheduler.step import Row, RowResult, SamplingSpec, TokenLogprob
 
 if TYPE_CHECKING:
     from asyncllm.kv.blocks import SequenceBlocks
@@ -104,6 +105,13 @@ class Request:
     def wants_prompt_scores(self) -> bool:
         """Whether log-probabilities of prompt tokens are still to be computed."""
         return self.params.prompt_logprobs is not None and self.scored < len(self.prompt_ids)
+
+    def new_scores(self, row: Row, result: RowResult) -> tuple[TokenLogprob, ...]:
+        """Prompt log-probabilities not emitted yet: a recomputed chunk brings them again."""
+        scores = result.prompt_logprobs[max(0, self.scored - row.offset - 1) :]
+        scores = scores[: len(self.prompt_ids) - self.scored]
+        self.scored += len(scores)
+        return scores
 
 
 class Sequence:
@@ -206,3 +214,26 @@ class Sequence:
         if start >= size:
             return self.output_ids[start - size : stop - size]
         return (*prompt[start:], *self.output_ids[: stop - size])
+
+    def next_row(self, count: int) -> Row:
+        """Its next `count` tokens as a row of a step, which counts as submitted from now on."""
+        if self.blocks is None:
+            raise InvariantError(f"sequence {self.sequence_id} is planned without blocks")
+        offset = self.submitted
+        chained = offset == self.length
+        wants_token = count == self.remaining
+        row = Row(
+            self.sequence_id,
+            self.epoch,
+            offset,
+            count,
+            () if chained else self.tokens(offset, offset + count),
+            chained,
+            self.blocks.snapshot(),
+            wants_token,
+            len(self.output_ids) + self.tokens_in_flight,
+            self.spec,
+        )
+        self.submitted += count
+        self.tokens_in_flight += wants_token
+        return row

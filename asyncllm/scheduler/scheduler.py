@@ -17,7 +17,8 @@ from time import perf_counter, perf_counter_ns
 
 from asyncllm import telemetry
 from asyncllm.errors import PromptTooLongError, RequestError
-from asyncllm.kv.blocks import Copy, InvariantError, KvCache, Match, Room, SequenceBlocks
+from asyncllm.kv.block_pool import InvariantError, Room
+from asyncllm.kv.blocks import Copy, KvCache, Match, SequenceBlocks
 from asyncllm.scheduler.chunking import ChunkPolicy
 from asyncllm.scheduler.request import Request, Sequence, State
 from asyncllm.scheduler.step import (
@@ -89,7 +90,7 @@ class Scheduler:
         max_seqs: int,
         context_length: int,
         chunk: ChunkPolicy,
-        decode_refusals: Mapping[str, str],
+        decode_refusals: Mapping[DecodeMode, str],
     ) -> None:
         self.cache = cache
         self.max_seqs = max_seqs
@@ -393,7 +394,7 @@ class Scheduler:
     def _submit(
         self, chosen: list[tuple[Sequence, int]], started: int, reserve_ns: int, admission_ns: int
     ) -> StepPlan:
-        rows = tuple(self._row(sequence, count) for sequence, count in chosen)
+        rows = tuple(sequence.next_row(count) for sequence, count in chosen)
         self.decode_mode, self.decode_mode_reason = self._mode(rows)
         plan = StepPlan(
             rows,
@@ -406,29 +407,6 @@ class Scheduler:
         self._released.clear()
         self._steps_out.append(_Step(plan, started, reserve_ns, admission_ns))
         return plan
-
-    @staticmethod
-    def _row(sequence: Sequence, count: int) -> Row:
-        if sequence.blocks is None:
-            raise InvariantError(f"sequence {sequence.sequence_id} is planned without blocks")
-        offset = sequence.submitted
-        chained = offset == sequence.length
-        wants_token = count == sequence.remaining
-        row = Row(
-            sequence.sequence_id,
-            sequence.epoch,
-            offset,
-            count,
-            () if chained else sequence.tokens(offset, offset + count),
-            chained,
-            sequence.blocks.snapshot(),
-            wants_token,
-            len(sequence.output_ids) + sequence.tokens_in_flight,
-            sequence.spec,
-        )
-        sequence.submitted += count
-        sequence.tokens_in_flight += wants_token
-        return row
 
     def _mode(self, rows: tuple[Row, ...]) -> tuple[DecodeMode, str]:
         """The decode form of a step, and why it is not a faster one."""
@@ -457,7 +435,7 @@ class Scheduler:
         sequence.committed = row.offset + row.count
         if sequence.chain is not None and sequence.blocks is not None:
             self.cache.publish(sequence.blocks, sequence.chain, sequence.tokens, sequence.committed)
-        scores = self._new_scores(sequence.request, row, result)
+        scores = sequence.request.new_scores(row, result)
         if not row.wants_token:
             return [Emission(sequence, prompt_logprobs=scores)] if scores else []
         token = result.token
@@ -478,14 +456,6 @@ class Scheduler:
         if finished:
             self._end(sequence, State.FINISHED)
         return [Emission(sequence, token, result.logprob, scores, finished)]
-
-    @staticmethod
-    def _new_scores(request: Request, row: Row, result: RowResult) -> tuple[TokenLogprob, ...]:
-        """Prompt log-probabilities not emitted yet: a recomputed chunk brings them again."""
-        scores = result.prompt_logprobs[max(0, request.scored - row.offset - 1) :]
-        scores = scores[: len(request.prompt_ids) - request.scored]
-        request.scored += len(scores)
-        return scores
 
     def _fail(self, request: Request, error: Exception) -> list[Emission]:
         """End all of a request with an error."""
