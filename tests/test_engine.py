@@ -252,7 +252,7 @@ async def test_bad_arguments_raise_at_once_and_queue_nothing() -> None:
                 engine.generate(prompt)  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="n=9"):
             engine.generate([1], n=9)
-        with pytest.raises(RequestError, match="logit_bias.*50"):
+        with pytest.raises(RequestError, match=r"logit_bias.*50"):
             engine.generate([1], logit_bias={50: 1.0})
         with pytest.raises(RequestError, match="stop_token_ids"):
             engine.generate([1], stop_token_ids=[-1])

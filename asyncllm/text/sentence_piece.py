@@ -53,25 +53,27 @@ def _model(vocabulary: Vocabulary, fallback: bool) -> bytes:
     """The serialised `ModelProto`: the pieces in order of id, and one more for the unknown."""
     import numpy as np
 
-    tokens, control = vocabulary.tokens, vocabulary.control
-    spellings: list[bytes] = []
-    kinds = bytearray()
+    # Written for all pieces at once as far as possible, since there are up to 262,144 of them.
+    spellings = [token.encode() for token in vocabulary.tokens]
+    kinds = bytearray([_PIECE_NORMAL]) * len(spellings)
+    hidden = set(vocabulary.control)
+    if len(vocabulary.ids) < len(spellings):
+        hidden |= set(range(len(spellings))) - set(vocabulary.ids.values())
     for i, found in enumerate(vocabulary.types):
         if found == BYTE and fallback:
-            spellings.append(tokens[i].upper().replace("X", "x").encode())
-            kinds.append(_PIECE_BYTE)
-        elif i in control or found == BYTE or vocabulary.ids[tokens[i]] != i:
-            # Never to be found in text: the package would still look up a single character.
-            spellings.append(b"%s<hidden %d>" % (SPACE.encode(), i))
-            kinds.append(_PIECE_CONTROL)
-        else:
-            spellings.append(tokens[i].encode())
-            kinds.append(_PIECE_NORMAL)
+            spellings[i] = spellings[i].upper().replace(b"X", b"x")
+            kinds[i] = _PIECE_BYTE
+        elif found == BYTE:
+            hidden.add(i)
+    for i in hidden:
+        # Spelled so that no text has it: a single character would still be looked up.
+        spellings[i] = b"%s<hidden %d>" % (SPACE.encode(), i)
+        kinds[i] = _PIECE_CONTROL
     spellings.append(SPACE.encode() + b"<unknown>")
     kinds.append(_PIECE_UNKNOWN)
 
     # SentencePiece { string piece = 1; float score = 2; Type type = 3; }: what follows the spelling
-    # has 7 bytes in each, made for all at once, since this runs over up to 262,144 pieces.
+    # has 7 bytes in each.
     tails = np.empty((len(kinds), 7), np.uint8)
     tails[:, 0] = _key(2, 5)
     tails[:-1, 1:5] = vocabulary.scores.view(np.uint8).reshape(-1, 4)

@@ -193,20 +193,23 @@ class _Reader:
         if isinstance(value, str) or not isinstance(value, Sequence) or not len(value):
             found = "missing" if value is None else f"{type(value).__name__}"
             raise self._wrong(key, found, "an array of strings that is not empty")
-        if not all(isinstance(item, str) for item in value):
+        if set(map(type, value)) != {str}:
             raise self._wrong(key, "an array with other things", "an array of strings")
         return list(value)
 
     def tokens(self) -> list[str]:
         tokens = self.strings("tokens")
-        return [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+        for i, token in enumerate(tokens):
+            if not token:
+                tokens[i] = f"[EMPTY_{i}]"
+        return tokens
 
     def numbers(self, key: str, count: int, *, default: int) -> list[int]:
         value = self._value(key)
         if value is None:
             return [default] * count
         try:
-            numbers = [int(item) for item in _plain(value)]
+            numbers = list(map(int, _plain(value)))
         except (TypeError, ValueError) as exc:
             raise self._wrong(key, type(value).__name__, "an array of whole numbers") from exc
         self._same_length(key, len(numbers), count)
