@@ -27,8 +27,7 @@ from asyncllm.events import Choice, Chunk, Completion, FinishReason, Logprob, Ti
 from asyncllm.generation import Generation
 from asyncllm.info import EngineStats, LoadProgress, LoadStage, ModelInfo
 from asyncllm.options import EngineOptions, SamplingParams
-
-# from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.version import __version__
 
 __all__ = [
@@ -56,7 +55,7 @@ __all__ = [
     "SamplingParams",
     "StoreError",
     "Timings",
-    # "Tokenizer",
+    "Tokenizer",
     "UnsupportedModelError",
     "Usage",
     "__version__",

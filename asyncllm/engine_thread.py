@@ -354,7 +354,7 @@ class EngineThread:
         emissions = self._scheduler.commit(result, stops)
         for emission in emissions:
             self._emit(emission, texts.get(emission.sequence.sequence_id, ""))
-        for request in {e.sequence.request for e in emissions if e.finished}:
+        for request in dict.fromkeys(e.sequence.request for e in emissions if e.finished):
             if request.done and request.request_id in self._open:
                 errors = (s.error for s in request.sequences if s.error is not None)
                 error = next(errors, None)

@@ -27,7 +27,12 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class LoadStage:
-    """A stage of loading and the seconds it took."""
+    """A stage of loading.
+
+    Attributes:
+        name: what was done.
+        seconds: how long it took.
+    """
 
     name: str
     seconds: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncllm.errors import CorruptCheckpointError
-from asyncllm.text.vocabulary import Vocabulary
+from asyncllm.text.vocabulary import BYTE_ALPHABET, Vocabulary
 
 
 def byte_pair_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
@@ -19,9 +19,13 @@ def byte_pair_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
     # A spelling of several characters that is not there cannot be arrived at by merging.
     hidden = {vocabulary.tokens[i] for i in vocabulary.control if len(vocabulary.tokens[i]) > 1}
     known = {text: i for text, i in vocabulary.ids.items() if text not in hidden}
+    # A byte that the vocabulary lacks is left out, but nothing merges over the gap.
+    size = len(vocabulary.tokens)
+    missing = [character for character in BYTE_ALPHABET if character not in known]
+    known |= {character: size + n for n, character in enumerate(missing)}
     merges: list[tuple[str, str]] = []
     for rank, merge in enumerate(vocabulary.merges):
-        left, space, right = merge.partition(" ")
+        left, _, right = merge.partition(" ")
         if not (left and right):
             raise CorruptCheckpointError(
                 f"{vocabulary.source}: tokenizer.ggml.merges[{rank}] is {merge!r}; "
@@ -44,6 +48,7 @@ def byte_pair_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
     )
 
     def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return [i for i in ids if i < size] if missing else ids
 
     return encode

@@ -37,7 +37,7 @@ def sentence_piece_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]
             f"{vocabulary.source}: tokenizer.ggml.tokens do not make a sentencepiece model: {exc}"
         ) from exc
     if fallback:
-        return processor.EncodeAsIds  # type: ignore[no-any-return]
+        return processor.EncodeAsIds
 
     unknown = [vocabulary.named["unk"]] if "unk" in vocabulary.named else []
     last = len(vocabulary.tokens)

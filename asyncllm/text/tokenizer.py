@@ -164,10 +164,9 @@ class Tokenizer:
         Raises:
             RequestError: for messages of another form, without a template, or if it fails.
         """
-        template = self._template(chat_template)
-        return template.render(
-            messages, tools, add_generation_prompt, template_args, self._template_variables()
-        )
+        return self._rendered(messages, tools, add_generation_prompt, template_args, chat_template)[
+            0
+        ]
 
     def encode_chat(
         self,
@@ -187,11 +186,24 @@ class Tokenizer:
         Raises:
             RequestError: as `apply_chat_template` does.
         """
-        template = self._template(chat_template)
-        text, foreign = template.render_marked(
-            messages, tools, add_generation_prompt, template_args, self._template_variables()
+        text, foreign = self._rendered(
+            messages, tools, add_generation_prompt, template_args, chat_template
         )
         return self._with_bos(self._encode(text, True, foreign))
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        template_args: Mapping[str, Any] | None,
+        chat_template: str | None,
+    ) -> tuple[str, bytes]:
+        known = self._vocabulary
+        names = {f"{name}_token": known.tokens[token] for name, token in known.named.items()}
+        return self._template(chat_template).render(
+            messages, tools, add_generation_prompt, template_args, names
+        )
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         bos = self.bos_id
@@ -274,8 +286,3 @@ class Tokenizer:
         if template is None:
             template = self._templates[source] = ChatTemplate(source)
         return template
-
-    def _template_variables(self) -> dict[str, str]:
-        """`bos_token` and the like, as templates name them."""
-        known = self._vocabulary
-        return {f"{name}_token": known.tokens[token] for name, token in known.named.items()}

@@ -154,7 +154,7 @@ class Vocabulary:
         if self.kind == "llama":
             return text.replace(SPACE, " ").encode()
         try:
-            return bytes(map(_BYTE_OF.__getitem__, text))
+            return bytes(map(BYTE_ALPHABET.__getitem__, text))
         except KeyError:  # spelled in plain characters, as padding of the vocabulary is
             return text.encode()
 
@@ -332,4 +332,4 @@ def _byte_alphabet() -> dict[str, int]:
     }
 
 
-_BYTE_OF: Final = _byte_alphabet()
+BYTE_ALPHABET: Final = _byte_alphabet()  # the byte that each character stands for

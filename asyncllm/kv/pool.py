@@ -1,0 +1,259 @@
+"""`KvPool`: the memory behind the block numbers, and how much of it a model and a machine allow."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from asyncllm.errors import OptionsError
+from asyncllm.scheduler.step import LayerGroup
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from asyncllm.model.config import ModelConfig
+
+# Share of the memory that is free at load which "auto" lets the pool take, as far as it needs it.
+AUTO_SHARE = 0.5
+
+# Never granted to the pool: what the rest of the process may need meanwhile.
+RESERVE_BYTES = 256 << 20
+
+_ROOT = Path("/")
+
+
+class KvPool:
+    """For each layer one K and one V buffer, `[blocks, block_tokens, kv_heads, head_dim]`.
+
+    On the CPU a buffer is a private anonymous map of the group's whole capacity. The system gives
+    it memory where it is first written, so the pool takes what is used and nothing ever moves. The
+    block after the last, `null_block`, takes the writes of rows that only pad a step.
+
+    Args:
+        groups: layers that share block numbers, with their capacities.
+        block_tokens: tokens in a block.
+        kv_heads: heads of K and of V.
+        head_dim: width of a head.
+        dtype: type that K and V are kept in.
+        device: only the CPU for now.
+
+    Attributes:
+        groups: as given.
+        keys: for each layer its K.
+        values: for each layer its V.
+        granted: for each group the blocks that may be used.
+        growths: how often blocks were granted.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        *,
+        block_tokens: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None:
+        if device != "cpu":
+            raise OptionsError(f"device={device!r}: the K/V pool is on the CPU only for now")
+        self.groups = tuple(groups)
+        self.block_tokens = block_tokens
+        self.granted = [0] * len(self.groups)
+        self.growths = 0
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        for group in self.groups:
+            shape = (group.capacity + 1, block_tokens, kv_heads, head_dim)
+            for layer in group.layers:
+                self.keys[layer] = _mapped(shape, dtype)
+                self.values[layer] = _mapped(shape, dtype)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the blocks granted so far."""
+        return sum(
+            blocks * group.block_bytes
+            for blocks, group in zip(self.granted, self.groups, strict=True)
+        )
+
+    def null_block(self, group: int) -> int:
+        """Number of the group's block for padding rows."""
+        return self.groups[group].capacity
+
+    def grow(self, group: int, blocks: int) -> int:
+        """Grant up to `blocks` more blocks of a group, the next numbers; returns how many."""
+        room = self.groups[group].capacity - self.granted[group]
+        free = max(0, available_bytes() - RESERVE_BYTES) // self.groups[group].block_bytes
+        granted = max(0, min(blocks, room, free))
+        self.granted[group] += granted
+        self.growths += granted > 0
+        return granted
+
+    def copy(self, group: int, source: int, target: int) -> None:
+        """Copy a block in all layers of its group."""
+        for layer in self.groups[group].layers:
+            self.keys[layer][target] = self.keys[layer][source]
+            self.values[layer][target] = self.values[layer][source]
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        self.keys.clear()
+        self.values.clear()
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory before they are written."""
+    import math
+
+    import torch
+
+    nbytes = math.prod(shape) * dtype.itemsize
+    if hasattr(mmap, "MAP_PRIVATE"):
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        memory = mmap.mmap(-1, nbytes, flags=flags)
+    else:
+        memory = mmap.mmap(-1, nbytes)
+    # The tensor holds the map, which goes when the tensor does.
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def ring_blocks(window: int, chunk: int, block_tokens: int) -> int:
+    """Blocks of a windowed sequence's ring: the window of a chunk's first query, and the chunk."""
+    return -(-(window - 1 + chunk) // block_tokens) + 1
+
+
+def layer_groups(
+    config: ModelConfig,
+    *,
+    block_tokens: int,
+    chunk: int,
+    max_seqs: int,
+    context_length: int,
+    kv_bytes: int | Literal["auto"],
+    dtype: torch.dtype,
+) -> tuple[LayerGroup, ...]:
+    """Which layers share block numbers, and how many blocks each group may hold.
+
+    The unwindowed layers are one group and each window size is one. In full, the pool holds
+    `max_seqs` sequences of `context_length` tokens, and each windowed group twice as many rings
+    (cached blocks need room too). Where the budget is smaller, one ring a windowed group comes
+    first and the rest is shared out in proportion.
+
+    Args:
+        config: of the model.
+        block_tokens: tokens in a block.
+        chunk: tokens a step may advance one sequence at most.
+        max_seqs: sequences that run at once.
+        context_length: tokens a sequence may have.
+        kv_bytes: bytes of all groups at most; `"auto"`: a share of what is free now.
+        dtype: type that K and V are kept in.
+
+    Raises:
+        OptionsError: the budget holds not even one short sequence; the message has the numbers.
+    """
+    windows: dict[int | None, list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        windows.setdefault(layer.window, []).append(index)
+    token_bytes = 2 * config.kv_heads * config.head_dim * dtype.itemsize
+    sequence_blocks = -(-context_length // block_tokens)
+    groups: list[LayerGroup] = []
+    least: list[int] = []  # blocks without which no sequence can run
+    for window in sorted(windows, key=lambda size: (size is not None, size or 0)):
+        if window is None:
+            least.append(min(sequence_blocks, 2))  # one and the headroom of admission
+            full = max_seqs * sequence_blocks
+        else:
+            ring = min(ring_blocks(window, chunk, block_tokens), sequence_blocks)
+            least.append(ring)
+            full = 2 * max_seqs * ring
+        layers = tuple(windows[window])
+        groups.append(LayerGroup(window, layers, len(layers) * block_tokens * token_bytes, full))
+
+    wanted = sum(group.capacity * group.block_bytes for group in groups)
+    needed = sum(
+        blocks * group.block_bytes for blocks, group in zip(least, groups, strict=True)
+    )
+    if kv_bytes == "auto":
+        available = available_bytes()
+        budget = max(0, int(AUTO_SHARE * (available - RESERVE_BYTES)))
+        given = f'kv_bytes="auto" gives {budget} bytes ({available} are free)'
+    else:
+        budget, given = kv_bytes, f"kv_bytes={kv_bytes}"
+    if budget >= wanted:
+        return tuple(groups)
+    if budget < needed:
+        raise OptionsError(
+            f"{given}, but one short sequence needs {needed} bytes "
+            f"({' and '.join(_described(*each) for each in zip(least, groups, strict=True))}); "
+            f"{wanted} hold max_seqs={max_seqs} of context_length={context_length}"
+        )
+    share = (budget - needed) / (wanted - needed)
+    return tuple(
+        replace(group, capacity=blocks + int(share * (group.capacity - blocks)))
+        for blocks, group in zip(least, groups, strict=True)
+    )
+
+
+def _described(blocks: int, group: LayerGroup) -> str:
+    kind = "no window" if group.window is None else f"window {group.window}"
+    return f"{blocks} blocks of {group.block_bytes} bytes for {len(group.layers)} layers of {kind}"
+
+
+def available_bytes(root: Path = _ROOT) -> int:
+    """Bytes of memory this process could still take, control groups' limits respected.
+
+    Args:
+        root: where `proc` and `sys` are; for tests.
+    """
+    bounds = []
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            bounds.append(int(line.split()[1]) * 1024)
+    if not bounds and hasattr(os, "sysconf"):
+        bounds.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        base = root / "sys/fs/cgroup"
+        limit, usage, idle = "memory.max", "memory.current", "inactive_file"
+        if controllers:  # version 1
+            if "memory" not in controllers.split(","):
+                continue
+            base = base / "memory"
+            limit, usage, idle = (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        place = base / path.lstrip("/")
+        for directory in (place, *place.parents):
+            bound = _first_number(directory / limit)
+            used = _first_number(directory / usage)
+            if bound is not None and used is not None:
+                # Files' pages that nobody uses are given back before the limit bites.
+                spare = sum(
+                    int(line.split()[1])
+                    for line in _lines(directory / "memory.stat")
+                    if line.split()[0] == idle
+                )
+                bounds.append(max(0, bound - used + spare))
+            if directory == base:
+                break
+    return min(bounds, default=4 << 30)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _first_number(path: Path) -> int | None:
+    text = next(iter(_lines(path)), "")
+    return int(text) if text.isdecimal() else None

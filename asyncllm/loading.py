@@ -1,0 +1,282 @@
+"""`build`: the load sequence, stage by stage, timed and reported; runs on the engine thread."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from asyncllm import telemetry
+from asyncllm.checkpoint.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from asyncllm.engine_thread import Face, Loading, Parts
+from asyncllm.errors import CorruptCheckpointError, ModelLoadError, OptionsError, RequestError
+from asyncllm.info import LoadProgress, LoadStage, ModelInfo
+from asyncllm.options import EngineOptions, SamplingParams, StrPath
+from asyncllm.scheduler.step import LayerGroup, Row, SamplingSpec, StepPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncllm.kv.pool import KvPool
+    from asyncllm.model.config import ModelConfig
+    from asyncllm.runner.plain import PlainRunner
+
+# What each stage is of the whole, for `LoadProgress.fraction`: measured on small models, where it
+# matters least; on large ones the weights and the throwaway steps are nearly everything.
+STAGES = ("options", "checkpoint", "configuration", "tokenizer", "weights", "kv-pool", "warm-up")
+WARM_UP_ROWS = 64  # plain torch has nothing to compile that a longer chunk would find
+
+# The checkpoint's generation defaults: its key to the sampling parameter.
+DEFAULTS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+@dataclass(slots=True)
+class _Stages:
+    """Times the stages and reports them."""
+
+    loading: Loading
+    bytes_total: int = 0
+    bytes_done: int = 0
+    done: list[LoadStage] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.check()
+        self.report(name)
+        started = perf_counter()
+        yield
+        seconds = perf_counter() - started
+        self.done.append(LoadStage(name, seconds))
+        telemetry.record("load-stage", stage=name, seconds=round(seconds, 6))
+
+    def report(self, name: str, part: float = 0.0) -> None:
+        fraction = (len(self.done) + part) / len(STAGES)
+        self.loading.progress(LoadProgress(name, fraction, self.bytes_done, self.bytes_total))
+
+    def check(self) -> None:
+        if self.loading.should_stop():
+            raise ModelLoadError("loading was given up")
+
+    def bound(self, tensor: TensorInfo) -> None:
+        """A tensor was bound; give up here if that is wanted."""
+        self.check()
+        self.bytes_done += tensor.nbytes
+        self.report("weights", self.bytes_done / max(1, self.bytes_total))
+
+
+def build(model: StrPath, options: EngineOptions, loading: Loading) -> Parts:
+    """Load a model.
+
+    Args:
+        model: path of the checkpoint.
+        options: validated on their own already; here against the model and the machine.
+        loading: hears of progress, and says whether to give up.
+
+    Raises:
+        OptionsError: an option does not suit the model or the machine.
+        ModelLoadError: the checkpoint cannot be loaded; the message says why.
+    """
+    stages = _Stages(loading)
+    with stages.stage("options"):
+        _refuse_what_is_not_there(options)
+        import torch
+
+        from asyncllm.runner.threads import use_threads
+
+        use_threads(options.threads)
+    with torch.inference_mode():
+        return _build(model, options, loading, stages)
+
+
+def _build(model: StrPath, options: EngineOptions, loading: Loading, stages: _Stages) -> Parts:
+    from asyncllm.kv.blocks import KvCache
+    from asyncllm.kv.pool import KvPool
+    from asyncllm.model.causal_lm import CausalLM
+    from asyncllm.model.config import ModelConfig
+    from asyncllm.runner.plain import PlainRunner
+    from asyncllm.scheduler.chunking import ChunkPolicy
+    from asyncllm.scheduler.scheduler import Scheduler
+    from asyncllm.text.stream import TextStream
+    from asyncllm.text.tokenizer import Tokenizer
+
+    with contextlib.ExitStack() as opened:
+        with stages.stage("checkpoint"):
+            # The map outlives the checkpoint: bound weights look into it.
+            checkpoint = opened.enter_context(open_checkpoint(model))
+            stages.bytes_total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        with stages.stage("configuration"):
+            config = ModelConfig.from_checkpoint(checkpoint)
+            chunk = ChunkPolicy(options.chunk, options.chunk_budget_ms)
+            groups, context_length = _layer_groups(config, options, chunk.maximum)
+        with stages.stage("tokenizer"):
+            tokenizer = Tokenizer.from_metadata(checkpoint.metadata, str(checkpoint.path))
+            _check_vocabulary(checkpoint, config, tokenizer.vocab_size)
+        with stages.stage("weights"):
+            causal_lm = CausalLM.bind(
+                checkpoint,
+                config,
+                context_length=context_length,
+                widen_weights=options.widen_weights,
+                on_tensor=stages.bound,
+            )
+        with stages.stage("kv-pool"):
+            pool = KvPool(
+                groups,
+                block_tokens=options.block_tokens,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                dtype=_kv_dtype(options),
+            )
+            rows = chunk.maximum + options.max_seqs
+            runner = PlainRunner(causal_lm, pool, max_rows=rows, should_stop=loading.should_stop)
+        with stages.stage("warm-up"):
+            _throwaway_steps(runner, pool, min(WARM_UP_ROWS, chunk.maximum, context_length - 1))
+        info = _info(checkpoint, config, options, groups, context_length, tuple(stages.done))
+        defaults = _generation_defaults(checkpoint)
+    cache = KvCache(
+        groups,
+        block_tokens=options.block_tokens,
+        max_chunk=chunk.maximum,
+        grow=runner.grow,
+        fingerprint=info.name.encode(),  # the blocks never leave this engine
+        prefix_cache=options.prefix_cache,
+    )
+    scheduler = Scheduler(
+        cache,
+        max_seqs=options.max_seqs,
+        context_length=context_length,
+        chunk=chunk,
+        decode_refusals=runner.decode_refusals,
+    )
+    stages.report("ready")
+    return Parts(
+        face=Face(info, tokenizer, defaults),
+        scheduler=scheduler,
+        runner=runner,
+        new_text=lambda params: TextStream(tokenizer, params),
+        token_text=lambda token: tokenizer.token_bytes(token).decode("utf-8", "replace"),
+        pool_bytes=lambda: pool.pool_bytes,
+        close=runner.close,
+    )
+
+
+def _refuse_what_is_not_there(options: EngineOptions) -> None:
+    """Options for parts that do not exist yet are errors, not silently without effect."""
+    if options.kv_store is not None:
+        raise OptionsError(f"kv_store={options.kv_store!r}: there is no block store yet; use None")
+    if options.kv_dtype == "int8":
+        raise OptionsError('kv_dtype="int8": not there yet; accepted is a floating-point type')
+    if options.device not in ("auto", "cpu"):
+        raise OptionsError(f'device={options.device!r}: only "cpu" is there yet')
+    if options.dtype not in ("auto", "float32"):
+        raise OptionsError(f'dtype={options.dtype!r}: on a CPU accepted are "auto" and "float32"')
+
+
+def _kv_dtype(options: EngineOptions) -> torch.dtype:
+    import torch
+
+    name = "float32" if options.kv_dtype == "auto" else options.kv_dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _layer_groups(
+    config: ModelConfig, options: EngineOptions, chunk: int
+) -> tuple[tuple[LayerGroup, ...], int]:
+    """Layer groups with their capacities, and the context length that goes with them."""
+    from asyncllm.kv.pool import layer_groups
+
+    asked = options.context_length
+    if asked is not None and asked > config.context_length:
+        raise OptionsError(
+            f"context_length={asked}: the model was made for {config.context_length} tokens"
+        )
+    context_length = asked or config.context_length
+    groups = layer_groups(
+        config,
+        block_tokens=options.block_tokens,
+        chunk=chunk,
+        max_seqs=options.max_seqs,
+        context_length=context_length,
+        kv_bytes=options.kv_bytes,
+        dtype=_kv_dtype(options),
+    )
+    if asked is None:
+        held = (g.capacity * options.block_tokens for g in groups if g.window is None)
+        context_length = min([context_length, *held])
+    return groups, context_length
+
+
+def _check_vocabulary(checkpoint: Checkpoint, config: ModelConfig, tokens: int) -> None:
+    # An embedding may be padded beyond the vocabulary, never short of it.
+    if tokens > config.vocab_size:
+        raise CorruptCheckpointError(
+            f"{checkpoint.path}: the tokenizer has {tokens} tokens, "
+            f"token_embd.weight only {config.vocab_size} rows"
+        )
+
+
+def _generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
+    """Sampling parameters that the checkpoint ships; a value that is not accepted is an error."""
+    found: dict[str, Any] = {}
+    for key, name in DEFAULTS.items():
+        if key in checkpoint.metadata:
+            found[name] = checkpoint.get(key, int if name == "top_k" else float)
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise CorruptCheckpointError(f"{checkpoint.path}: general.sampling: {error}") from error
+    return found
+
+
+def _throwaway_steps(runner: PlainRunner, pool: KvPool, rows: int) -> None:
+    """A chunk and a decode step into the null blocks, so that no request is the first."""
+    params = SamplingParams().resolved({})
+    spec = SamplingSpec(params, 0, 0, (0,) * rows, frozenset())
+    blocks = -(-(rows + 1) // pool.block_tokens)
+    tables = tuple((pool.null_block(group),) * blocks for group in range(len(pool.groups)))
+    chunk = Row(-1, 0, 0, rows, spec.prompt_ids, False, tables, True, 0, spec)
+    decode = replace(chunk, offset=rows, count=1, tokens=(0,), output_count=1)
+    for plan in (StepPlan((chunk,)), StepPlan((decode,)), StepPlan((), released=(-1,))):
+        runner.collect(runner.submit(plan))
+
+
+def _info(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    options: EngineOptions,
+    groups: tuple[LayerGroup, ...],
+    context_length: int,
+    stages: tuple[LoadStage, ...],
+) -> ModelInfo:
+    tensors = checkpoint.tensors.values()
+    full = [g.capacity * options.block_tokens for g in groups if g.window is None]
+    return ModelInfo(
+        name=checkpoint.get("general.name", str, Path(checkpoint.path).stem),
+        architecture=checkpoint.architecture,
+        parameters=sum(math.prod(tensor.shape) for tensor in tensors),
+        formats=dict(Counter(tensor.format.name for tensor in tensors).most_common()),
+        weights_bytes=sum(tensor.nbytes for tensor in tensors),
+        context_length=context_length,
+        model_context_length=config.context_length,
+        kv_ceiling_tokens=min([options.max_seqs * context_length, *full]),
+        kv_ceiling_bytes=sum(group.capacity * group.block_bytes for group in groups),
+        device="cpu",
+        dtype="float32",
+        kv_dtype="float32" if options.kv_dtype == "auto" else options.kv_dtype,
+        backend="plain torch",
+        backend_notes=("faster CPU and GPU backends are not part of this version",),
+        deterministic=False,
+        load_stages=stages,
+    )
