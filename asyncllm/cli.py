@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        return asyncio.run(arguments.command(arguments))
+        status: int = asyncio.run(arguments.command(arguments))
+        return status
     except AsyncLLMError as exc:
         print(f"asyncllm: {exc}", file=sys.stderr)
         return 1
@@ -132,6 +133,7 @@ async def _read_line(mark: str) -> str:
     print(mark, end="", flush=True)
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
+    line: str
     try:
         loop.add_reader(sys.stdin, readable.set)
     except NotImplementedError:  # Windows

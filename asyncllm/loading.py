@@ -138,8 +138,13 @@ def _build(model: StrPath, options: EngineOptions, loading: Loading, stages: _St
                 head_dim=config.head_dim,
                 dtype=_kv_dtype(options),
             )
-            rows = chunk.maximum + options.max_seqs
-            runner = PlainRunner(causal_lm, pool, max_rows=rows, should_stop=loading.should_stop)
+            runner = PlainRunner(
+                causal_lm,
+                pool,
+                vocab_size=tokenizer.vocab_size,
+                max_rows=chunk.maximum + options.max_seqs,
+                should_stop=loading.should_stop,
+            )
         with stages.stage("warm-up"):
             _throwaway_steps(runner, pool, min(WARM_UP_ROWS, chunk.maximum, context_length - 1))
         info = _info(checkpoint, config, options, groups, context_length, tuple(stages.done))

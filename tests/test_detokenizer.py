@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -48,7 +49,7 @@ def pieces(tokenizer: Tokenizer, groups: list[list[int]], skip: bool) -> list[st
 
 def split(ids: list[int], cuts: list[int]) -> list[list[int]]:
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    return [ids[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [ids[a:b] for a, b in pairwise(bounds)]
 
 
 @pytest.mark.parametrize("name", [*SMALL, *NAMES])

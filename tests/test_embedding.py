@@ -181,7 +181,7 @@ async def test_the_guard_against_blocking_calls_sees_one() -> None:
             time.sleep(0.001)
             return [1]
 
-        engine.tokenizer.encode = blocking  # type: ignore[method-assign, assignment]
+        engine.tokenizer.encode = blocking  # type: ignore[method-assign]
         with pytest.raises(RequestError) as caught:
             await engine.generate("a", max_tokens=1)
         assert isinstance(caught.value.__cause__, BlockingError)

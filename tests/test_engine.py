@@ -300,7 +300,7 @@ async def test_a_long_prompt_is_encoded_off_the_loop() -> None:
             on.append(threading.get_ident())
             return encode(text, **more)  # type: ignore[arg-type]
 
-        engine.tokenizer.encode = watched  # type: ignore[method-assign, assignment]
+        engine.tokenizer.encode = watched  # type: ignore[method-assign]
         await engine.generate("a" * 8000, max_tokens=1)
         await engine.generate("a", max_tokens=1)
         assert on[0] != threading.get_ident() == on[1]
@@ -332,7 +332,7 @@ async def test_no_callback_holds_the_loop() -> None:
             deliver(events)  # type: ignore[arg-type]
             longest = max(longest, time.perf_counter() - started)
 
-        engine._delivery._deliver = timed  # type: ignore[method-assign, assignment]
+        engine._delivery._deliver = timed  # type: ignore[method-assign]
         await asyncio.gather(
             *(
                 engine.generate([i % 40 + 1], max_tokens=50, ignore_eos=True).result()

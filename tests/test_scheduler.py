@@ -13,7 +13,7 @@ from asyncllm.kv.block_pool import InvariantError
 from asyncllm.scheduler.chunking import ChunkPolicy
 from asyncllm.scheduler.request import Request, State
 from asyncllm.scheduler.scheduler import NoPlan
-from asyncllm.scheduler.step import Row, RowResult, StepPlan, StepResult, is_decode
+from asyncllm.scheduler.step import DecodeMode, Row, RowResult, StepPlan, StepResult, is_decode
 from tests.fake_runner import Engine, next_token
 
 BOTH_ORDERS = pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
@@ -825,7 +825,10 @@ class TestRecords:
         assert (scheduler.decode_mode, scheduler.decode_mode_reason) == ("idle", "")
 
     def test_refusals_and_sampling_are_the_reason_where_they_are(self) -> None:
-        refusals = {"pipelined": "no device argmax", "batched": "no kernel for IQ2_S"}
+        refusals: dict[DecodeMode, str] = {
+            "pipelined": "no device argmax",
+            "batched": "no kernel for IQ2_S",
+        }
         engine = Engine(chunk=16, refusals=refusals)
         engine.request(prompt(5), 40, ignore_eos=True)
         step(engine)

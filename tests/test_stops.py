@@ -123,5 +123,5 @@ def test_the_time_is_linear_in_the_text_also_for_stops_that_almost_match() -> No
         matcher.feed("a" * 1000)
     assert (
         time.process_time() - start < 5
-    )  # measured: 0.1 s; by trying each start 400 million steps
+    )  # measured: 0.03 s; trying each start takes 400 million steps
     assert len(matcher.flush()) == 2000

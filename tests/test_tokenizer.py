@@ -314,7 +314,7 @@ def test_the_time_to_encode_grows_with_the_text_and_not_its_square(name: str, te
     tokenizer = vocab(name)
     start = time.process_time()
     ids = tokenizer.encode(text * (200_000 // len(text)), parse_special_tokens=True)
-    assert time.process_time() - start < 5  # measured: 0.1 to 0.2 s
+    assert time.process_time() - start < 5  # measured: 0.02 to 0.1 s
     assert len(ids) > 10_000
 
 

@@ -65,7 +65,11 @@ class Tiny:
 
 
 _A = gguf.MODEL_ARCH
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 24, "tie_word_embeddings": True}
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 24,
+    "tie_word_embeddings": True,
+}
 
 TINY_MODELS: dict[str, Tiny] = {
     "llama": Tiny("Llama", _A.LLAMA),

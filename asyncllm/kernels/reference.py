@@ -214,7 +214,8 @@ def attention(
     values = _gather(value_pool, span, padded, scratch.values, scratch.widened_values)
     values = values.transpose(0, 1)
     lines = min(
-        scratch.scores.numel() // (kv_heads * padded), scratch.queries.numel() // (kv_heads * head_dim)
+        scratch.scores.numel() // (kv_heads * padded),
+        scratch.queries.numel() // (kv_heads * head_dim),
     )
     tile = lines // ROW_MULTIPLE * ROW_MULTIPLE // group
     for start in range(0, span.rows, tile):
@@ -252,9 +253,7 @@ def _shaped(buffer: Tensor, *shape: int) -> Tensor:
     return buffer[: shape[0] * shape[1] * shape[2]].view(shape)
 
 
-def _gather(
-    pool: Tensor, span: KeySpan, padded: int, gathered: Tensor, widened: Tensor
-) -> Tensor:
+def _gather(pool: Tensor, span: KeySpan, padded: int, gathered: Tensor, widened: Tensor) -> Tensor:
     """The span's keys or values as float32 [padded, kv_heads, head_dim]."""
     blocks, block_tokens = len(span.blocks), pool.shape[1]
     whole = gathered[: blocks * block_tokens]

@@ -176,9 +176,7 @@ def layer_groups(
         groups.append(LayerGroup(window, layers, len(layers) * block_tokens * token_bytes, full))
 
     wanted = sum(group.capacity * group.block_bytes for group in groups)
-    needed = sum(
-        blocks * group.block_bytes for blocks, group in zip(least, groups, strict=True)
-    )
+    needed = sum(blocks * group.block_bytes for blocks, group in zip(least, groups, strict=True))
     if kv_bytes == "auto":
         available = available_bytes()
         budget = max(0, int(AUTO_SHARE * (available - RESERVE_BYTES)))

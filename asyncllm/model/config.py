@@ -172,9 +172,7 @@ def _rope(read: _Metadata, head_dim: int, context_length: int) -> RopeConfig:
         base=read.real("rope.freq_base", default=10000.0),
         scaling=scaling,
         factor=factor,
-        original_context=read.whole(
-            "rope.scaling.original_context_length", default=context_length
-        ),
+        original_context=read.whole("rope.scaling.original_context_length", default=context_length),
         attention_factor=read.real("rope.scaling.attn_factor", default=1.0)
         * read.real("rope.scaling.yarn_attn_factor", default=1.0),
         ext_factor=read.real("rope.scaling.yarn_ext_factor", default=1.0, low=-1.0),

@@ -156,9 +156,7 @@ class PlainProgram:
 
     def _batch(self, chunks: Sequence[Chunk]) -> _Batch:
         tokens = [token for chunk in chunks for token in chunk.tokens]
-        positions = [
-            chunk.offset + index for chunk in chunks for index in range(len(chunk.tokens))
-        ]
+        positions = [chunk.offset + index for chunk in chunks for index in range(len(chunk.tokens))]
         rows = padded_rows(len(tokens))
         if not 0 < rows <= self.workspace.max_rows:
             raise ValueError(

@@ -31,6 +31,15 @@ _ROLES: Final = frozenset(
     ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "context")
 )
 
+# These look at a text by means that know nothing of marks. What they make of one that a message has
+# a part in counts as the message's as a whole.
+_PLAIN_FILTERS: Final = frozenset(
+    (
+        *("e", "escape", "float", "forceescape", "int", "striptags", "title"),
+        *("urlencode", "urlize", "wordcount", "wordwrap"),
+    )
+)
+
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -245,8 +254,9 @@ def _filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)  # and with it what jinja is to pass
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         check_text_call(name, args, kwargs)
-        if name in ("int", "float"):
-            args = tuple(map(plain, args))
+        if name in _PLAIN_FILTERS and _any_marked(args):
+            result = function(*map(plain, args), **kwargs)
+            return _settled(foreign(result) if isinstance(result, str) else result)
         return _settled(function(*args, **kwargs))
 
     return wrapped

@@ -123,7 +123,13 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token stands for, as bytes, which may be part of a character."""
+        """What a token stands for, as bytes, which may be part of a character.
+
+        Raises:
+            RequestError: for an id outside the vocabulary.
+        """
+        if not 0 <= token < self.vocab_size:
+            raise RequestError(f"token {token}: expected are ids from 0 to {self.vocab_size - 1}")
         known = self._bytes[token]
         if known is None:
             known = self._bytes[token] = self._vocabulary.token_bytes(token)

@@ -222,7 +222,7 @@ class _Reader:
         if value is None:
             raise self._wrong("scores", "missing", "an array with a score for each token")
         try:
-            scores = np.asarray(value, dtype="<f4")
+            scores = np.array(value, dtype="<f4")  # a copy: it may be a view into the file
         except (TypeError, ValueError) as exc:
             raise self._wrong("scores", type(value).__name__, "an array of numbers") from exc
         self._same_length("scores", len(scores), count)
