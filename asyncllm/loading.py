@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from asyncllm.model.config import ModelConfig
     from asyncllm.runner.plain import PlainRunner
 
-# What each stage is of the whole, for `LoadProgress.fraction`: measured on small models, where it
-# matters least; on large ones the weights and the throwaway steps are nearly everything.
-STAGES = ("options", "checkpoint", "configuration", "tokenizer", "weights", "kv-pool", "warm-up")
+STAGES = (
+    *("options", "backend", "checkpoint", "configuration", "tokenizer", "weights", "kv-pool"),
+    "warm-up",
+)
 WARM_UP_ROWS = 64  # plain torch has nothing to compile that a longer chunk would find
 
 # The checkpoint's generation defaults: its key to the sampling parameter.
@@ -90,6 +91,7 @@ def build(model: StrPath, options: EngineOptions, loading: Loading) -> Parts:
     stages = _Stages(loading)
     with stages.stage("options"):
         _refuse_what_is_not_there(options)
+    with stages.stage("backend"):
         import torch
 
         from asyncllm.runner.threads import use_threads

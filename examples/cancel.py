@@ -13,12 +13,13 @@ async def main(model: str) -> None:
     async with AsyncEngine.load(model) as engine:
         # 1. Leave the block: whatever has not finished is cancelled.
         async with engine.generate("Count to a thousand:", max_tokens=1000) as generation:
+            tokens = 0
             async for chunk in generation:
                 print(chunk.text, end="", flush=True)
-                if "\n" in chunk.text or len(chunk.token_ids) > 0:
+                tokens += len(chunk.token_ids)
+                if tokens >= 5:
                     break
-        print()
-        print("left the block:", generation.completion and generation.completion.finish_reason)
+        print("\nleft the block:", (await generation).finish_reason)
 
         # 2. Cancel the task that waits for it.
         task = asyncio.create_task(engine.generate("Once upon", max_tokens=1000).result())

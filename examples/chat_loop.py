@@ -1,6 +1,6 @@
 """A conversation in the terminal: the turns before are reused from the prefix cache.
 
-Usage: python examples/chat_loop.py MODEL.gguf
+Usage: python examples/chat_loop.py MODEL.gguf [MAX_TOKENS]
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import sys
 from asyncllm import AsyncEngine
 
 
-async def main(model: str) -> None:
+async def main(model: str, max_tokens: int) -> None:
     messages: list[dict[str, str]] = []
     async with AsyncEngine.load(model) as engine:
         while True:
@@ -18,7 +18,7 @@ async def main(model: str) -> None:
             if not line.strip():
                 return
             messages.append({"role": "user", "content": line.strip()})
-            generation = engine.chat(messages, max_tokens=128)
+            generation = engine.chat(messages, max_tokens=max_tokens)
             print("model: ", end="")
             async for chunk in generation:
                 print(chunk.text, end="", flush=True)
@@ -28,4 +28,4 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 128))

@@ -60,7 +60,7 @@ async def test_tokens_do_not_depend_on_company_chunks_preemption_or_prefix_hits(
         first, second = await answers(engine, PROMPTS), await answers(engine, PROMPTS)
         assert [done.token_ids for done in first] == alone
         assert [done.token_ids for done in second] == alone
-        assert sum(done.usage.cached_tokens for done in second) > 200
+        assert sum(done.usage.cached_tokens for done in second) >= 160
         again = await answers(engine, [PROMPTS[1]] * 2, temperature=1.0, seed=7)
         assert {done.token_ids for done in again} == {seeded.token_ids}
 
@@ -81,14 +81,14 @@ async def test_tokens_survive_forced_preemption(smollm2_path: Path) -> None:
 
 async def test_a_chat_ends_its_turn_and_reuses_the_turn_before(smollm2_path: Path) -> None:
     async with AsyncEngine.load(smollm2_path) as engine:
-        messages = [{"role": "user", "content": "Say the word hello, and nothing else."}]
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
         first = await engine.chat(messages, max_tokens=40, temperature=0)
         assert first.finish_reason == "stop"
         assert first.stop in engine.tokenizer.eog_ids
         assert "<|im_end|>" not in first.text
         messages += [
             {"role": "assistant", "content": first.text},
-            {"role": "user", "content": "Again."},
+            {"role": "user", "content": "And of Italy?"},
         ]
         text = ""
         generation = engine.chat(messages, max_tokens=8, temperature=0)
@@ -159,7 +159,8 @@ async def test_loading_is_told_in_stages(smollm2_path: Path) -> None:
     assert fractions[-1] == 1.0
     names = [stage.name for stage in info.load_stages]
     assert names == [
-        *("options", "checkpoint", "configuration", "tokenizer", "weights", "kv-pool", "warm-up"),
+        *("options", "backend", "checkpoint", "configuration", "tokenizer", "weights"),
+        *("kv-pool", "warm-up"),
     ]
     assert info.architecture == "llama"
     assert 130e6 < info.parameters < 170e6

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from asyncllm.model.linear import Binder, Linear
 
 if TYPE_CHECKING:
-    from asyncllm.kernels.reference import AttentionScratch, KeySpan
     from asyncllm.model.config import ModelConfig
 
 
