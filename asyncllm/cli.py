@@ -39,9 +39,12 @@ SAMPLING_FLAGS: dict[str, type] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    arguments = _parser().parse_args(argv)
+    parsers = {"run": _run_parser(), "info": _info_parser()}
+    chosen = _parser(list(parsers)).parse_args(argv)
+    # Intermixed: an option may stand between MODEL and PROMPT.
+    arguments = parsers[chosen.command].parse_intermixed_args(chosen.arguments)
     try:
-        status: int = asyncio.run(arguments.command(arguments))
+        status: int = asyncio.run(arguments.run(arguments))
         return status
     except AsyncLLMError as exc:
         print(f"asyncllm: {exc}", file=sys.stderr)
@@ -53,33 +56,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(commands: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="asyncllm", description="Run language models from GGUF files."
+        prog="asyncllm",
+        description="Run language models from GGUF files.",
+        epilog="asyncllm COMMAND --help says more of each.",
     )
     parser.add_argument("--version", action="version", version=f"asyncllm {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("command", choices=commands, help="run streams an answer, info describes")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see asyncllm COMMAND --help")
+    return parser
 
-    run = commands.add_parser(
-        "run",
-        help="stream an answer",
+
+def _run_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncllm run",
         description="Stream an answer to stdout. A model with a chat template is spoken to as a "
         "chat; without PROMPT a conversation is read from the terminal.",
     )
-    run.add_argument("model", metavar="MODEL", help="a GGUF file")
-    run.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - reads stdin")
-    run.add_argument("--system", help="a system message, for models with a chat template")
-    run.add_argument("--raw", action="store_true", help="continue the prompt; no chat template")
-    run.add_argument("--stats", action="store_true", help="print token counts and times to stderr")
-    _add_flags(run, SAMPLING_FLAGS)
-    _add_flags(run, OPTION_FLAGS)
-    run.set_defaults(command=_run)
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - reads stdin")
+    parser.add_argument("--system", help="a system message, for models with a chat template")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt; no chat template")
+    parser.add_argument("--stats", action="store_true", help="print counts and times to stderr")
+    _add_flags(parser, SAMPLING_FLAGS)
+    _add_flags(parser, OPTION_FLAGS)
+    parser.set_defaults(run=_run)
+    return parser
 
-    info = commands.add_parser("info", help="say what a model is and how it loads")
-    info.add_argument("model", metavar="MODEL", help="a GGUF file")
-    info.add_argument("--json", action="store_true", help="print JSON")
-    _add_flags(info, OPTION_FLAGS)
-    info.set_defaults(command=_info)
+
+def _info_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncllm info", description="Load a model and say what it is."
+    )
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_flags(parser, OPTION_FLAGS)
+    parser.set_defaults(run=_info)
     return parser
 
 

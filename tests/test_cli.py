@@ -49,9 +49,8 @@ def test_run_streams_an_answer(smollm2_path: Path) -> None:
     assert chat.returncode == 0, chat.stderr
     assert "Paris" in chat.stdout
     assert "tokens/s; ended by stop" in chat.stderr
-    raw = asyncllm(
-        "run", model, "-", "--raw", "--max-tokens", "4", stdin="The capital of France is"
-    )
+    said = "The capital of France is"
+    raw = asyncllm("run", "--max-tokens", "4", model, "--raw", "-", stdin=said)
     assert raw.stdout.strip().startswith("Paris")
 
 

@@ -55,7 +55,9 @@ def test_cancel(smollm2_path: Path) -> None:
 
 
 def test_chat_loop(smollm2_path: Path) -> None:
-    out = run("chat_loop.py", smollm2_path, "12", stdin="What is the capital of France?\nThanks.\n\n")
+    out = run(
+        "chat_loop.py", smollm2_path, "12", stdin="What is the capital of France?\nThanks.\n\n"
+    )
     assert "Paris" in out
     assert "(0 of " in out
     assert out.count("tokens cached") == 2

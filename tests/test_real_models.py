@@ -52,7 +52,7 @@ async def test_tokens_do_not_depend_on_company_chunks_preemption_or_prefix_hits(
     alone: list[tuple[int, ...]] = []
     async with AsyncEngine.load(model_path, chunk=512, prefix_cache=False) as engine:
         for prompt in PROMPTS:
-            alone.append((await engine.generate(prompt, max_tokens=12, temperature=0)).token_ids)
+            alone += [done.token_ids for done in await answers(engine, [prompt])]
         together = await answers(engine, PROMPTS)
         assert [done.token_ids for done in together] == alone
         seeded = await engine.generate(PROMPTS[1], max_tokens=12, temperature=1.0, seed=7)
