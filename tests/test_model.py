@@ -27,7 +27,15 @@ from asyncllm.model.config import ModelConfig
 from asyncllm.model.program import Chunk, PlainProgram
 from asyncllm.scheduler.step import StepInterrupted
 from tests import gguf_bytes
-from tests.tiny_models import CONTEXT, ORIGINAL_CONTEXT, TINY_MODELS, VOCABULARY, build, write_gguf
+from tests.tiny_models import (
+    CONTEXT,
+    ORIGINAL_CONTEXT,
+    TINY_MODELS,
+    VOCABULARY,
+    Tiny,
+    build,
+    write_gguf,
+)
 
 LOGITS = 32
 TOLERANCE = 1e-4  # of the largest logit
@@ -511,7 +519,7 @@ TYPED = gguf_bytes.Typed
         ("block_count", 1 << 20, "a whole number from 1 to 65536"),
         ("embedding_length", 0, "a whole number from 1"),
         ("embedding_length", 66, "multiple of the 4 heads"),
-        ("embedding_length", 3, "a whole number|multiple of the 4 heads"),
+        ("embedding_length", 3, "multiple of the 4 heads"),
         ("feed_forward_length", 0, "a whole number from 1"),
         ("context_length", 0, "a whole number from 1"),
         ("context_length", TYPED("uint64", 1 << 60), "a whole number from 1"),
@@ -582,7 +590,7 @@ def test_widened_weights_give_nearly_the_same_logits(make: Make) -> None:
     for widen in (False, True):
         rig = Rig(make(layout="Q8_0").path, context_length=128, widen_weights=widen)
         found.append(rig.logits([i % VOCAB for i in range(50)], (50,)))
-    assert_close(found[1], found[0], 0.05)
+    assert_close(found[1], found[0], 0.1)
 
 
 def test_large_matrices_stay_in_the_mapped_file(make: Make) -> None:
@@ -610,3 +618,54 @@ def peak_bytes(call: Callable[[], object]) -> tuple[int, int]:
         held += nbytes
         most = max(most, held)
     return sum(nbytes for _, nbytes in events if nbytes > 0), most
+
+
+def stretched(layers: int, context: int) -> Tiny:
+    changes = {"num_hidden_layers": layers, "max_position_embeddings": context}
+    return Tiny("Llama", TINY_MODELS["llama"].arch, changes)
+
+
+def test_the_memory_of_a_prefill_is_one_layer_s_whatever_the_depth(tmp_path: Path) -> None:
+    peaks, buffers = [], []
+    for layers in (2, 20):
+        tiny = stretched(layers, CONTEXT)
+        path = write_gguf(build(tiny), tiny, tmp_path / f"{layers}.gguf")
+        rig = Rig(path, chunk=128)
+        tables = rig.sequence(CONTEXT)
+        for offset in (0, 128):  # the first is warm-up
+            chunk = Chunk(prompt(128), offset, tables)
+            peak = peak_bytes(lambda chunk=chunk, rig=rig: _forward(rig, chunk))[1]  # type: ignore[misc]
+        peaks.append(peak)
+        buffers.append(rig.program.workspace.nbytes)
+    assert buffers[0] == buffers[1]
+    assert peaks[0] == peaks[1]
+    # Less than the activations of one layer for one chunk, which are in the buffers.
+    assert peaks[0] < 128 * (64 + 96 * 2) * 4
+
+
+def _forward(rig: Rig, chunk: Chunk) -> None:
+    with torch.inference_mode():
+        rig.program.forward([chunk])
+
+
+def test_a_decode_step_allocates_the_same_early_and_late(tmp_path: Path) -> None:
+    tiny = stretched(3, 1024)
+    rig = Rig(write_gguf(build(tiny), tiny, tmp_path / "long.gguf"), context_length=1024, chunk=64)
+    tokens, tables = prompt(1000), rig.sequence(1000)
+
+    def decode(position: int) -> int:
+        chunk = Chunk(tokens[position : position + 1], position, tables)
+        return peak_bytes(lambda: rig.run([chunk]))[0]
+
+    sums = {}
+    offset = 0
+    for position in (50, 900):
+        while offset < position:
+            size = min(64, position - offset)
+            rig.run([Chunk(tokens[offset : offset + size], offset, tables)])
+            offset += size
+        decode(position)
+        sums[position] = {decode(position) for _ in range(3)}
+    ids = 8 * (-(-901 // 8) + -(-51 // 8))  # the numbers of the blocks themselves
+    assert len(sums[50]) == len(sums[900]) == 1
+    assert abs(sums[900].pop() - sums[50].pop()) <= ids

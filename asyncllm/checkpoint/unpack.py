@@ -34,6 +34,9 @@ _EVERY_BYTE: Final = 0x0101010101010101
 # Byte i keeps bit i: what turns eight copies of a byte into its eight bits.
 _DIAGONAL: Final = int.from_bytes(bytes(1 << i for i in range(8)), "little", signed=True)
 
+# Views of working memory kept for the next tile of the same size.
+_VIEWS_KEPT: Final = 256
+
 _IQ4_VALUES: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1_VALUES: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -47,7 +50,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._words = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._views: dict[torch.dtype, Tensor] = {}
+        self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], Tensor] = {}
         self._used_words = 0
 
     @property
@@ -63,19 +66,25 @@ class Scratch:
         """An uninitialised contiguous tensor on the device of `like`."""
         if like.device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=like.device)
-        start, per_word = self._used_words, 8 // dtype.itemsize
+        start, count = self._used_words, math.prod(shape)
         # Whole cache lines, so that no tensor begins in the middle of one.
-        self._used_words += -(-math.prod(shape) // (8 * per_word)) * 8
-        if self._used_words > self._words.numel():
-            # Outliving the caller's inference mode, it must be no inference tensor.
-            with torch.inference_mode(False):
-                self._words = torch.empty(self._used_words, dtype=torch.int64, device="cpu")
-            self._views = {}
-        if dtype not in self._views:
-            with torch.inference_mode(False):
-                self._views[dtype] = self._words.view(dtype)
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        return self._views[dtype].as_strided(shape, strides, start * per_word)
+        words = -(-count * dtype.itemsize // 64) * 8
+        self._used_words += words
+        # The same shapes come again and again, and making a view costs as much as a small operation.
+        place = (start, dtype, shape)
+        view = self._views.get(place)
+        if view is None:
+            view = self._views[place] = self._view(start, words, dtype)[:count].view(shape)
+        return view
+
+    def _view(self, start: int, words: int, dtype: torch.dtype) -> Tensor:
+        # Outliving the caller's inference mode, it must be no inference tensor.
+        with torch.inference_mode(False):
+            if len(self._views) >= _VIEWS_KEPT or start + words > self._words.numel():
+                self._views.clear()
+            if start + words > self._words.numel():
+                self._words = torch.empty(start + words, dtype=torch.int64, device="cpu")
+            return self._words[start : start + words].view(dtype)
 
     def copy(self, source: Tensor, dtype: torch.dtype) -> Tensor:
         """`source` as `dtype`, contiguous."""
@@ -145,6 +154,40 @@ def unpack_rows(layout: Format, raw: Tensor, out: Tensor) -> None:
             _through_gguf(layout, blocks[start : start + step], out[start : start + step])
         else:
             decoder(blocks[start : start + step], out[start : start + step], scratch)
+
+
+def unpacks_paired(layout: Format, device: torch.device) -> bool:
+    """Whether `unpack_paired` serves a format on a device."""
+    # An operator of torch for another purpose: a later torch may drop it.
+    return (
+        layout.name == "Q4_1"
+        and device.type == "cpu"
+        and hasattr(torch.ops.quantized, "embedding_bag_4bit_unpack")
+    )
+
+
+def unpack_paired(raw: Tensor, columns: int) -> Tensor:
+    """Q4_1 rows as float32 `[rows, columns]`, new, columns as in `paired_columns`.
+
+    The bytes of a block hold weights i and i + 16. Leaving those side by side saves what costs most
+    of `_q4_1`, many short runs, for torch then has one operator that does all: it takes 4-bit rows
+    for embeddings, each followed by its fp16 scale and minimum. Here each block is such a row. The
+    weights have the bits of `Format.unpack`.
+    """
+    scratch = _per_thread.scratch
+    scratch.reset()
+    words = raw.view(-1).view(torch.int32)
+    moved = scratch.empty(raw, torch.int32, words.numel() // 5, 5)
+    # A block begins with its scales; they move to its end.
+    moved.view(-1)[:-1] = words[1:]
+    moved[:, 4] = words.view(-1, 5)[:, 0]
+    blocks: Tensor = torch.ops.quantized.embedding_bag_4bit_unpack(moved.view(torch.uint8))
+    return blocks.view(-1, columns)
+
+
+def paired_columns(x: Tensor) -> Tensor:
+    """A copy of `[rows, columns]`, of each 32 columns in the order 0, 16, 1, 17, and so on."""
+    return x.view(len(x), -1, 2, 16).transpose(2, 3).reshape(x.shape)
 
 
 def _through_gguf(layout: Format, blocks: Tensor, out: Tensor) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from asyncllm.checkpoint.unpack import paired_columns, unpack_paired, unpacks_paired
+
 if TYPE_CHECKING:
     from asyncllm.checkpoint.formats import Format
 
@@ -71,10 +73,17 @@ def linear(x: Tensor, weight: PackedWeight, scratch: Tensor, out: Tensor) -> Non
     """
     step = max(1, min(weight.rows, scratch.numel() // weight.columns))
     slab = scratch[: step * weight.columns].view(step, weight.columns)
+    paired = unpacks_paired(weight.format, x.device)
+    if paired:
+        # The same products, added up in another order.
+        x = paired_columns(x)
     for start in range(0, weight.rows, step):
         raw = weight.data[start : start + step]
-        weights = slab[: len(raw)]
-        weight.format.unpack(raw, weights)
+        if paired:
+            weights = unpack_paired(raw, weight.columns)
+        else:
+            weights = slab[: len(raw)]
+            weight.format.unpack(raw, weights)
         torch.mm(x, weights.t(), out=out[:, start : start + len(raw)])
 
 

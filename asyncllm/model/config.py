@@ -89,10 +89,10 @@ class ModelConfig:
             raise read.wrong(
                 "attention.head_count", f"a multiple of the {kv_heads} key and value heads"
             )
-        head_dim = read.whole("attention.key_length", default=embedding // heads)
-        value_dim = read.whole("attention.value_length", default=embedding // heads)
         if "attention.key_length" not in read and embedding % heads:
             raise read.wrong("embedding_length", f"a multiple of the {heads} heads")
+        head_dim = read.whole("attention.key_length", default=embedding // heads)
+        value_dim = read.whole("attention.value_length", default=embedding // heads)
         if value_dim != head_dim:
             raise UnsupportedModelError(
                 f"heads of width {head_dim} in keys and {value_dim} in values are not supported"
