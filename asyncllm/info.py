@@ -60,8 +60,6 @@ class ModelInfo:
         deterministic: whether a greedy or seeded request gives the same tokens whatever else
             runs; see the page on concurrency for what holds on the plain path.
         load_stages: stages of loading with their seconds.
-        decode_step_bytes: bytes that one decode step still allocated when measured at load;
-            `None` where it was not measured.
     """
 
     name: str
@@ -80,7 +78,6 @@ class ModelInfo:
     backend_notes: tuple[str, ...]
     deterministic: bool
     load_stages: tuple[LoadStage, ...]
-    decode_step_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,9 @@ from tests.tiny_models import (
     ORIGINAL_CONTEXT,
     TINY_MODELS,
     VOCABULARY,
+    Tinies,
     Tiny,
+    allocated_bytes,
     build,
     write_gguf,
 )
@@ -109,7 +110,8 @@ class Rig:
 
     def logits(self, tokens: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Logits of a new sequence's every position, computed in chunks of the sizes in turn."""
-        tables, parts, offset = self.sequence(len(tokens)), [], 0
+        tables, offset = self.sequence(len(tokens)), 0
+        parts: list[Tensor] = []
         while offset < len(tokens):
             size = sizes[len(parts) % len(sizes)]
             chunk = Chunk(tokens[offset : offset + size], offset, tables)
@@ -127,28 +129,6 @@ def assert_close(ours: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -
     assert ours.isfinite().all(), "something that was never written was read"
     error = ((ours - expected).abs().amax() / expected.abs().amax()).item()
     assert error < tolerance, f"relative error {error:.2e}"
-
-
-class Tinies:
-    """Tiny models, each made once: the transformers model and its GGUF file."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.get = lru_cache(maxsize=None)(self._get)
-
-    def _get(self, name: str) -> tuple[Any, Path]:
-        model = build(TINY_MODELS[name])
-        return model, write_gguf(model, TINY_MODELS[name], self._directory / f"{name}.gguf")
-
-    def path(self, name: str) -> Path:
-        path: Path = self.get(name)[1]
-        return path
-
-    def expected(self, name: str, tokens: Sequence[int]) -> Tensor:
-        """transformers' logits of every position, without its cache."""
-        with torch.no_grad():
-            logits: Tensor = self.get(name)[0](torch.tensor([tokens]), use_cache=False).logits[0]
-        return logits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -179,7 +159,7 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     tokens = prompt(LENGTH)
     rig = Rig(tinies.path(name), chunk=max(sizes))
-    assert_close(rig.logits(tokens, sizes), tinies.expected(name, tokens))
+    assert_close(rig.logits(tokens, sizes), tinies.logits(name, tokens))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
@@ -189,7 +169,7 @@ def test_logits_do_not_depend_on_the_size_of_blocks(
 ) -> None:
     tokens = prompt(LENGTH)
     rig = Rig(tinies.path(name), chunk=33, block_tokens=block_tokens)
-    assert_close(rig.logits(tokens, (33, 2)), tinies.expected(name, tokens))
+    assert_close(rig.logits(tokens, (33, 2)), tinies.logits(name, tokens))
 
 
 @pytest.mark.parametrize("context", [ORIGINAL_CONTEXT, ORIGINAL_CONTEXT + 1, CONTEXT])
@@ -199,7 +179,7 @@ def test_the_context_length_decides_which_longrope_factors_serve(
     name = "phi3-longrope"
     tokens = prompt(context)
     ours = Rig(tinies.path(name), context_length=context).logits(tokens, (context,))
-    assert_close(ours, tinies.expected(name, tokens))
+    assert_close(ours, tinies.logits(name, tokens))
 
 
 @ALL
@@ -218,11 +198,11 @@ def test_several_sequences_share_a_pass(tinies: Tinies, name: str) -> None:
                 chunks.append(Chunk(tokens[done[i] : done[i] + size], done[i], tables[i]))
                 owners.append(i)
                 done[i] += size
-        parts = rig.run(chunks).split([len(chunk.tokens) for chunk in chunks])
+        parts = torch.split(rig.run(chunks), [len(chunk.tokens) for chunk in chunks])
         for owner, part in zip(owners, parts, strict=True):
             found[owner].append(part)
     for tokens, logits in zip(prompts, found, strict=True):
-        assert_close(torch.cat(logits), tinies.expected(name, tokens))
+        assert_close(torch.cat(logits), tinies.logits(name, tokens))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 5e-3)])
@@ -232,12 +212,12 @@ def test_keys_and_values_may_be_kept_in_half_precision(
 ) -> None:
     tokens = prompt(LENGTH)
     ours = Rig(tinies.path(name), chunk=40, dtype=dtype).logits(tokens, (40, 1))
-    assert_close(ours, tinies.expected(name, tokens), tolerance)
+    assert_close(ours, tinies.logits(name, tokens), tolerance)
 
 
 def test_step_seq_gives_the_logits_after_a_chunk(tinies: Tinies) -> None:
     rig, tokens = Rig(tinies.path("gemma2")), prompt(70)
-    expected = tinies.expected("gemma2", tokens)
+    expected = tinies.logits("gemma2", tokens)
     tables = rig.sequence(len(tokens))
     with torch.inference_mode():
         for offset, count in ((0, 40), (40, 29), (69, 1)):
@@ -260,7 +240,7 @@ def test_rows_that_pad_a_pass_write_to_the_null_block_only(tinies: Tinies) -> No
 
 
 def test_a_row_s_bits_do_not_depend_on_what_runs_beside_it(tinies: Tinies) -> None:
-    if not torch.backends.mkl.is_available():
+    if "Math Kernel Library" not in torch.__config__.show():
         pytest.skip("known of MKL only")
     rig, tokens = Rig(tinies.path("gemma3")), prompt(100)
     others = [Chunk(prompt(21, 5), 0, rig.sequence(21)), Chunk(prompt(9, 6), 0, rig.sequence(9))]
@@ -602,24 +582,6 @@ def test_large_matrices_stay_in_the_mapped_file(make: Make) -> None:
 # Memory
 
 
-def peak_bytes(call: Callable[[], object]) -> tuple[int, int]:
-    """Bytes of torch's CPU allocations while it runs: their sum, and the most held at once."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        call()
-    events = [
-        (event.start_ns(), event.nbytes())
-        for event in profile.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    held = most = 0
-    for _, nbytes in sorted(events, key=lambda event: event[0]):
-        held += nbytes
-        most = max(most, held)
-    return sum(nbytes for _, nbytes in events if nbytes > 0), most
-
-
 def stretched(layers: int, context: int) -> Tiny:
     changes = {"num_hidden_layers": layers, "max_position_embeddings": context}
     return Tiny("Llama", TINY_MODELS["llama"].arch, changes)
@@ -634,7 +596,7 @@ def test_the_memory_of_a_prefill_is_one_layer_s_whatever_the_depth(tmp_path: Pat
         tables = rig.sequence(CONTEXT)
         for offset in (0, 128):  # the first is warm-up
             chunk = Chunk(prompt(128), offset, tables)
-            peak = peak_bytes(lambda chunk=chunk, rig=rig: _forward(rig, chunk))[1]  # type: ignore[misc]
+            peak = allocated_bytes(lambda chunk=chunk, rig=rig: _forward(rig, chunk))[1]  # type: ignore[misc]
         peaks.append(peak)
         buffers.append(rig.program.workspace.nbytes)
     assert buffers[0] == buffers[1]
@@ -655,7 +617,7 @@ def test_a_decode_step_allocates_the_same_early_and_late(tmp_path: Path) -> None
 
     def decode(position: int) -> int:
         chunk = Chunk(tokens[position : position + 1], position, tables)
-        return peak_bytes(lambda: rig.run([chunk]))[0]
+        return allocated_bytes(lambda: rig.run([chunk]))[0]
 
     sums = {}
     offset = 0

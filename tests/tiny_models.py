@@ -6,8 +6,9 @@ transformers is imported in here only, and only when a model is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ def _tensors(model: Any, tiny: Tiny) -> dict[str, Tensor]:
 
 def _neighbouring_pairs(tensor: Tensor, heads: int) -> Tensor:
     """Rotary pairs (i, i + half) of each head become rows (2i, 2i + 1)."""
-    pairs = tensor.unflatten(0, (heads, 2, -1))
+    pairs = tensor.view(heads, 2, -1, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
@@ -267,3 +268,42 @@ def _llama3_factors(rope: Mapping[str, Any], rotary_dim: int) -> Tensor:
             smooth = (original / wavelength - low) / (high - low)
             factors.append(1 / ((1 - smooth) / factor + smooth))
     return torch.tensor(factors)
+
+
+class Tinies:
+    """Tiny models by name, each made once: the transformers model and its GGUF file."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._get = cache(self._made)
+
+    def path(self, name: str) -> Path:
+        return self._get(name)[1]
+
+    def logits(self, name: str, tokens: Sequence[int]) -> Tensor:
+        """transformers' logits of every position, without its cache."""
+        with torch.no_grad():
+            logits: Tensor = self._get(name)[0](torch.tensor([tokens]), use_cache=False).logits[0]
+        return logits
+
+    def _made(self, name: str) -> tuple[Any, Path]:
+        model = build(TINY_MODELS[name])
+        return model, write_gguf(model, TINY_MODELS[name], self._directory / f"{name}.gguf")
+
+
+def allocated_bytes(call: Callable[[], object]) -> tuple[int, int]:
+    """Bytes of torch's CPU allocations while it runs: their sum, and the most held at once."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        call()
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    held = most = 0
+    for _, nbytes in sorted(events, key=lambda event: event[0]):
+        held += nbytes
+        most = max(most, held)
+    return sum(nbytes for _, nbytes in events if nbytes > 0), most

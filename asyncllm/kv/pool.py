@@ -209,14 +209,15 @@ def available_bytes(root: Path = _ROOT) -> int:
     Args:
         root: where `proc` and `sys` are; for tests.
     """
-    bounds = []
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            bounds.append(int(line.split()[1]) * 1024)
+    bounds = [
+        int(line.split()[1]) * 1024
+        for line in _lines(root / "proc/meminfo")
+        if line.startswith("MemAvailable:")
+    ]
     if not bounds and hasattr(os, "sysconf"):
         bounds.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
     for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         base = root / "sys/fs/cgroup"
         limit, usage, idle = "memory.max", "memory.current", "inactive_file"
         if controllers:  # version 1
@@ -237,7 +238,7 @@ def available_bytes(root: Path = _ROOT) -> int:
                 spare = sum(
                     int(line.split()[1])
                     for line in _lines(directory / "memory.stat")
-                    if line.split()[0] == idle
+                    if line.startswith(f"{idle} ")
                 )
                 bounds.append(max(0, bound - used + spare))
             if directory == base:

@@ -82,7 +82,9 @@ def _attention_scratch(model: CausalLM, pool: KvPool, rows: int) -> AttentionScr
     group = config.heads // config.kv_heads
     keys = 0
     for layers in pool.groups:
-        seen = min(model.context_length, layers.capacity * size)
+        # A pool may hold less than the widest pass; the throwaway steps at load, which write to the
+        # null block alone, are not bound by that.
+        seen = min(model.context_length, max(layers.capacity * size, rows + 1))
         if layers.window is not None:
             # A ring has all blocks a chunk sees, also where the window begins inside one.
             seen = min(model.context_length, layers.window - 1 + rows + size)
@@ -90,15 +92,17 @@ def _attention_scratch(model: CausalLM, pool: KvPool, rows: int) -> AttentionScr
     keys = -(-keys // KEY_MULTIPLE) * KEY_MULTIPLE
     shape = (keys, config.kv_heads, config.head_dim)
     dtype = next(iter(pool.keys.values())).dtype
-    gathered = [torch.zeros(shape, dtype=dtype) for _ in range(2)]
-    widened = gathered if dtype == torch.float32 else [torch.zeros(shape) for _ in range(2)]
+    gathered_keys, gathered_values = (torch.zeros(shape, dtype=dtype) for _ in range(2))
+    widen = dtype != torch.float32
     lines = padded_rows(group * rows)
     # At least one query's lines over all keys must fit.
     least = config.kv_heads * padded_rows(group) * keys
     scores = max(least, min(SCORES, config.kv_heads * lines * keys))
     return AttentionScratch(
-        *gathered,
-        *widened,
+        keys=gathered_keys,
+        values=gathered_values,
+        widened_keys=torch.zeros(shape) if widen else gathered_keys,
+        widened_values=torch.zeros(shape) if widen else gathered_values,
         queries=torch.zeros(config.kv_heads * lines * config.head_dim),
         scores=torch.empty(scores),
         hidden=torch.empty(scores, dtype=torch.bool),

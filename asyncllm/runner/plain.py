@@ -91,7 +91,8 @@ class PlainRunner:
         self.program.forward(
             [
                 Chunk(
-                    state.output_ids[-1:] if row.chained else row.tokens,
+                    # A chained row whose sequence just failed has no token; any will do.
+                    (state.output_ids or [0])[-1:] if row.chained else row.tokens,
                     row.offset,
                     row.block_tables,
                 )
