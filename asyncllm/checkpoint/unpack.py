@@ -70,7 +70,7 @@ class Scratch:
         # Whole cache lines, so that no tensor begins in the middle of one.
         words = -(-count * dtype.itemsize // 64) * 8
         self._used_words += words
-        # The same shapes come again and again, and making a view costs as much as a small operation.
+        # The same shapes come again and again; making a view costs as much as a small operation.
         place = (start, dtype, shape)
         view = self._views.get(place)
         if view is None:
@@ -179,15 +179,22 @@ def unpack_paired(raw: Tensor, columns: int) -> Tensor:
     words = raw.view(-1).view(torch.int32)
     moved = scratch.empty(raw, torch.int32, words.numel() // 5, 5)
     # A block begins with its scales; they move to its end.
-    moved.view(-1)[:-1] = words[1:]
-    moved[:, 4] = words.view(-1, 5)[:, 0]
+    moved.view(-1)[:-1].copy_(words[1:])
+    moved[:, 4].copy_(words.view(-1, 5)[:, 0])
     blocks: Tensor = torch.ops.quantized.embedding_bag_4bit_unpack(moved.view(torch.uint8))
     return blocks.view(-1, columns)
 
 
 def paired_columns(x: Tensor) -> Tensor:
     """A copy of `[rows, columns]`, of each 32 columns in the order 0, 16, 1, 17, and so on."""
-    return x.view(len(x), -1, 2, 16).transpose(2, 3).reshape(x.shape)
+    return x.index_select(1, _paired_order(x.shape[1]))
+
+
+@lru_cache(maxsize=16)
+def _paired_order(columns: int) -> Tensor:
+    # Kept beyond the caller's inference mode, it must be no inference tensor.
+    with torch.inference_mode(False):
+        return torch.arange(columns, device="cpu").view(-1, 2, 16).transpose(1, 2).flatten()
 
 
 def _through_gguf(layout: Format, blocks: Tensor, out: Tensor) -> None:

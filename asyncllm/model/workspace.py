@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 # Attention scores held at a time; more queries than fit are taken in turns.
 SCORES: Final = 1 << 21
 
+# What operators without an `out` return, a few MB, glibc's malloc gives back to the system and gets
+# anew, a page fault each 4 KiB, until it has seen a block freed that is larger (32 MiB at most).
+LARGE_BLOCK_BYTES: Final = 24 << 20
+
 
 class Workspace:
     """Buffers sized for the widest pass; every layer uses the same ones.
@@ -47,6 +51,7 @@ class Workspace:
     """
 
     def __init__(self, model: CausalLM, pool: KvPool, max_rows: int, max_logits: int) -> None:
+        torch.empty(LARGE_BLOCK_BYTES, dtype=torch.uint8)  # freed at once, never touched
         config = model.config
         rows = self.max_rows = padded_rows(max_rows)
         heads = config.heads + 2 * config.kv_heads
