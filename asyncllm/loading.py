@@ -96,12 +96,14 @@ def build(model: StrPath, options: EngineOptions, loading: Loading) -> Parts:
 
         from asyncllm.runner.threads import use_threads
 
-        use_threads(options.threads)
+        threads = use_threads(options.threads)
     with torch.inference_mode():
-        return _build(model, options, loading, stages)
+        return _build(model, options, loading, stages, threads)
 
 
-def _build(model: StrPath, options: EngineOptions, loading: Loading, stages: _Stages) -> Parts:
+def _build(
+    model: StrPath, options: EngineOptions, loading: Loading, stages: _Stages, threads: int
+) -> Parts:
     from asyncllm.kv.blocks import KvCache
     from asyncllm.kv.pool import KvPool
     from asyncllm.model.causal_lm import CausalLM
@@ -145,6 +147,7 @@ def _build(model: StrPath, options: EngineOptions, loading: Loading, stages: _St
                 pool,
                 vocab_size=tokenizer.vocab_size,
                 max_rows=chunk.maximum + options.max_seqs,
+                threads=threads,
                 should_stop=loading.should_stop,
             )
         with stages.stage("warm-up"):
@@ -248,15 +251,17 @@ def _generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _throwaway_steps(runner: PlainRunner, pool: KvPool, rows: int) -> None:
-    """A chunk and a decode step into the null blocks, so that no request is the first."""
+    """A chunk and some decode steps into the null blocks, so that no request is the first."""
     params = SamplingParams().resolved({})
     spec = SamplingSpec(params, 0, 0, (0,) * rows, frozenset())
     blocks = -(-(rows + 1) // pool.block_tokens)
     tables = tuple((pool.null_block(group),) * blocks for group in range(len(pool.groups)))
     chunk = Row(-1, 0, 0, rows, spec.prompt_ids, False, tables, True, 0, spec)
     decode = replace(chunk, offset=rows, count=1, tokens=(0,), output_count=1)
-    for plan in (StepPlan((chunk,)), StepPlan((decode,)), StepPlan((), released=(-1,))):
-        runner.collect(runner.submit(plan))
+    runner.submit(StepPlan((chunk,)))
+    runner.tune(StepPlan((decode,)))
+    runner.submit(StepPlan((decode,)))
+    runner.submit(StepPlan((), released=(-1,)))
 
 
 def _info(

@@ -74,14 +74,14 @@ def prompts(count: int) -> list[str]:
     made: list[str] = []
     materials = [PROSE, CODE, LIST, NUMBERS, LANGUAGES]
     for number in range(count):
-        question = QUESTIONS[number % len(QUESTIONS)]
+        question = QUESTIONS[number // 4 % len(QUESTIONS)]
         if number % 4 == 0:
             made.append(question)
             continue
         material = materials[number % len(materials)]
         characters = (60, 240, 700, 1500, 2600, 3400)[number % 6]
         if material is NUMBERS or material is LANGUAGES:  # a token has fewer characters there
-            characters //= 2
+            characters //= 4
         text = (material * (characters // len(material) + 1))[:characters]
         made.append(text if number % 3 else f"{text}\n{question}")
     return made

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from asyncllm.model.program import Chunk, PlainProgram
+from asyncllm.runner.threads import set_threads
 from asyncllm.sampling.sampler import Sampled, Sampler, SamplingState, prompt_logprobs
 from asyncllm.scheduler.step import (
     DecodeMode,
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from asyncllm.kv.pool import KvPool
     from asyncllm.model.causal_lm import CausalLM
 
+# A pass of up to so many rows is made of operations so small that threads may cost more than they
+# give: dearly where another process holds a core they wait for.
+FEW_ROWS: Final = 16
+
 # Rows of logits made at a time; it bounds their buffer, whatever is asked for.
 LOGITS_ROWS: Final = 32
 
@@ -35,6 +40,7 @@ class PlainRunner:
         pool: where K and V are; closed with the runner.
         vocab_size: tokens that may be chosen; the embedding may have more rows, as padding.
         max_rows: rows of a step at most, over all sequences.
+        threads: CPU threads of a pass. The bits of a result do not depend on them.
         should_stop: asked between layers; when it says so the step ends with `StepInterrupted`.
     """
 
@@ -47,8 +53,11 @@ class PlainRunner:
         *,
         vocab_size: int,
         max_rows: int,
+        threads: int = 1,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.threads = threads
+        self.few_rows_threads = threads
         self.program = PlainProgram(
             model, pool, max_rows=max_rows, max_logits=LOGITS_ROWS, should_stop=should_stop
         )
@@ -69,6 +78,8 @@ class PlainRunner:
         started = perf_counter()
         for sequence_id in plan.released:
             self._states.pop(sequence_id, None)
+        few = sum(row.count for row in plan.rows) <= FEW_ROWS
+        set_threads(self.few_rows_threads if few else self.threads)
         with torch.inference_mode():
             for copy in plan.copies:
                 self._pool.copy(copy.group, copy.source, copy.target)
@@ -77,6 +88,18 @@ class PlainRunner:
 
     def collect(self, ticket: StepResult) -> StepResult:
         return ticket
+
+    def tune(self, plan: StepPlan) -> None:
+        """Choose the threads of passes with few rows, by timing a decode step again and again."""
+        if self.threads == 1:
+            return
+        seconds: dict[int, float] = {}
+        for _ in range(2):
+            for threads in (1, self.threads):
+                self.few_rows_threads = threads
+                taken = self.submit(plan).model_s
+                seconds[threads] = min(seconds.get(threads, taken), taken)
+        self.few_rows_threads = min(seconds, key=seconds.__getitem__)
 
     def grow(self, group: int, blocks: int) -> int:
         return self._pool.grow(group, blocks)

@@ -40,9 +40,12 @@ def use_threads(wanted: int | None) -> int:
     """
     # torch sets each thread up at its first parallel operation, which would undo an earlier change.
     torch.zeros(1).add_(1)
-    count = wanted if wanted is not None else min(torch.get_num_threads(), available_cores())
+    set_threads(min(torch.get_num_threads(), available_cores()) if wanted is None else wanted)
+    return torch.get_num_threads()
+
+
+def set_threads(count: int) -> None:
+    """Change the number again; cheap. Where OpenMP is another or none, torch's own number stays."""
     if count != torch.get_num_threads():
-        # Where OpenMP is another or none, torch's own number stays.
         with contextlib.suppress(AttributeError, OSError, TypeError):
             ctypes.CDLL(None).omp_set_num_threads(ctypes.c_int(count))
-    return torch.get_num_threads()
