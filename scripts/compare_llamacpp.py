@@ -1,233 +1,461 @@
-"""Do greedy tokens equal llama.cpp's on the same file?
+"""Compare greedy tokens with llama.cpp's on the same GGUF file.
 
-Usage: python -m scripts.compare_llamacpp MODEL.gguf [--prompts N] [--tokens N] [--threads N]
+Usage: python scripts/compare_llamacpp.py MODEL.gguf [--prompts 32] [--tokens 64]
 
-llama.cpp runs through `xllamacpp` with float32 K/V and without flash attention. It quantises
-activations to 8 bits in its products, which we do not, so two candidates that are nearly as likely
-may change places. At the first place where a prompt parts, the gap between the logits that both
-candidates have here is printed; it must be within 0.5. Ends with status 1 if one is not, or if a
-prompt is encoded differently.
+Both sides get the same token ids, after it was checked that both make the same ids of the text, and
+neither may choose an end-of-generation token. llama.cpp rounds activations to 8 bits where weights
+are packed, so that it may decide a near-tie the other way. At the first token that differs the
+plain float32 forward pass gives the logits of both candidates; a gap of up to `ALLOWED_GAP` is a
+near-tie, and what follows is not compared. The same pass also goes over all of llama.cpp's tokens,
+and each one that is not the most likely there is listed with its gap.
+
+The exit code is 1 where a gap is larger, where the ids of a text differ, or where the two sides
+know different end-of-generation tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import http.client
 import json
 import sys
-import urllib.request
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-from asyncllm import AsyncEngine
+if __package__ in (None, ""):  # run as a file: the project's root is not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-GREATEST_GAP = 0.5
+from asyncllm import AsyncEngine, Tokenizer
 
-PROSE = (
-    "The harbour was quiet when the first boats came in. Men in heavy coats threw ropes to boys "
-    "who tied them without looking, and the smell of tar and fish rose with the sun. A woman "
-    "counted crates and wrote the numbers into a small black book. Nobody spoke much before the "
-    "bell had rung. Behind the warehouses the road climbed to the old town, where bakers had been "
-    "at work since midnight and the first carts were already rolling over the stones. "
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALLOWED_GAP: Final = 0.5
+CHUNK: Final = 512  # tokens of a pass of the plain forward
+LOGITS_ROWS: Final = 32  # rows of logits it makes at a time
+BLOCK_TOKENS: Final = 16
+
+# Tokens of the prompts, as near as cutting texts comes to them. The first ones are short, for a
+# quick comparison of a few prompts.
+LENGTHS: Final = (
+    *(24, 60, 5, 110, 12, 40, 900, 7, 150, 300, 16, 500, 80, 9, 220, 33),
+    *(700, 6, 130, 20, 400, 50, 10, 260, 95, 600, 28, 180, 14, 800, 70, 350),
 )
-CODE = '''class Stack:
-    """Last in, first out."""
 
-    def __init__(self):
-        self.items = []
+# Each prompt begins in another piece, or at another of its lines, and goes on through those after.
+PIECES: Final = (
+    """The ferry left at six, while the harbour was still dark and the gulls slept on the roofs.
+Marta had bought her ticket the evening before, together with a paper bag of plums for the way.
+Nobody on the quay knew her name, and that suited her; she had not come back to be remembered.
+When the engine began to turn, an old man beside her took off his hat and said, quite calmly, that
+he had made this crossing four hundred times and had been seasick on every one of them.""",
+    '''def merge_intervals(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join intervals that touch or overlap."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
 
-    def push(self, item):
-        self.items.append(item)
 
-    def pop(self):
-        if not self.items:
-            raise IndexError("pop from an empty stack")
-        return self.items.pop()
+assert merge_intervals([(1, 3), (2, 6), (8, 10)]) == [(1, 6), (8, 10)]''',
+    """Things to pack for three days in the mountains:
+- two pairs of woollen socks, and one pair too many
+- a map on paper (the telephone will be empty by noon)
+- matches, candle ends, a knife that is actually sharp
+- bread, hard cheese, dried apricots, 200 g of chocolate
+- for the hut: slippers, earplugs, small change
+1. Check the weather twice. 2. Tell somebody the way. 3. Turn back in time.""",
+    """1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233
+2024-02-29,18.5,1013,0.0
+2024-03-01,17.25,1009,2.4
+2024-03-02,-3.75,998,11.9
+3.14159 26535 89793; 2^16 = 65536; 7 * 8 = 56; 1000000 / 37 = 27027.027
+0x1F 0b1011 1e-9 6.022e23 192.168.0.17 +49 (0)30 1234-5678""",
+    """Der Bäcker öffnet früh um fünf, und schon eine Stunde später riecht die ganze Straße nach Brot.
+Im Winter stehen die Leute bis zur Ecke, mit Mützen und müden Gesichtern, und niemand drängelt.
+Außer sonntags gibt es Mohnbrötchen; wer zu spät kommt, muss sich mit Knäckebrot begnügen.""",
+    """La bibliothèque du village ne possède que huit cents livres, mais chacun a été lu et relu.
+L'été dernier, un garçon de dix ans y a trouvé une lettre glissée entre deux pages d'un atlas.
+Elle commençait ainsi : « Cher ami, si tu lis ces lignes, c'est que l'hiver est enfin passé. »""",
+    """SELECT c.name, COUNT(*) AS orders, SUM(o.total) AS spent
+FROM customers AS c JOIN orders AS o ON o.customer_id = c.id
+WHERE o.placed_at >= '2023-01-01' AND c.country IN ('PT', 'IS', 'NZ')
+GROUP BY c.name HAVING SUM(o.total) > 99.90 ORDER BY spent DESC LIMIT 10;
+{"id": 17, "tags": ["blue", "large"], "size": {"w": 120, "h": 45.5}, "sold": false, "note": null}""",
+    """Старый часовщик жил на третьем этаже, прямо над аптекой, и окна его никогда не гасли.
+Он чинил всё: будильники, карманные часы, даже музыкальную шкатулку, которая играла только зимой.
+今日は朝から雨が降っていたので、駅まで歩かずにバスで行きました。窓の外の田んぼがとても静かでした。
+图书馆旁边有一家小茶馆,老板每天下午都在门口下棋,输了就请客人喝茶。""",
+    """Question: Why does ice float on water?
+Answer: Because water expands when it freezes, so that ice is less dense than the liquid below it.
+Question: How many minutes are there in a day?
+Answer: There are 24 hours of 60 minutes each, which makes 1440 minutes.
+Question: What do bees make besides honey?
+Answer:""",
+    """# Release notes
 
-'''
-LIST = (
-    "Things to pack:\n- two shirts\n- a torch\n- matches, dry\n- the map of the northern trails\n- "
+## Fixed
+
+* Closing a window **twice** no longer ends the program (`close()` is idempotent now).
+* The table of contents lists [chapters](#chapters) of more than one word.
+
+| size | seconds | ratio |
+|-----:|--------:|------:|
+| 10   | 0.42    | 1.0   |
+| 1000 | 39.8    | 94.8  |""",
+    """El mercado abre los martes y los viernes; ¿quién no conoce el puesto de doña Inés?
+Vende tomates, ajos y unas naranjas pequeñas que nadie más consigue, ¡ni siquiera en la capital!
+في الصباح الباكر يفتح الصياد شباكه على الرمل ويعدّ ما بقي من الليل. שלום לכולם, הגענו בזמן.
+नदी के किनारे एक पुराना पेड़ था। 😀🚲 naïve café — “quotes”, ½ cup, 25 °C … x² ≠ √y""",
+    """#include <stdio.h>
+
+/* Counts the bits of n that are set. */
+static int popcount(unsigned n) {
+\tint count = 0;
+\tfor (; n; n &= n - 1) count++;
+\treturn count;
+}
+
+int main(void) { printf("%d\\n", popcount(0xF0F0u)); return 0; }""",
 )
-NUMBERS = "1 1 2 3 5 8 13 21 34 55 89 144\n2 4 8 16 32 64 128 256 512\n1 4 9 16 25 36 49 64 81\n"
-LANGUAGES = (
-    "Der Zug nach Bern fährt um sieben Uhr ab. Le train pour Genève part à huit heures. "
-    "El tren a Madrid sale a las nueve. 東京行きの電車は十時に出ます。"
-    "Поезд в Москву уходит в полдень. "
-)
-QUESTIONS = [
-    "The capital of France is",
-    "Water boils at a temperature of",
-    "The three primary colours are",
-    "To make a cup of tea, first",
-    "In 1969, the first",
-    "A triangle has three sides and",
-    "The opposite of hot is",
-    "My favourite season is",
-]
+
+Post = Callable[[str, dict[str, Any]], Any]
 
 
-def prompts(count: int) -> list[str]:
-    """Varied texts, from a few words to some 900 tokens."""
-    made: list[str] = []
-    materials = [PROSE, CODE, LIST, NUMBERS, LANGUAGES]
-    for number in range(count):
-        question = QUESTIONS[number // 4 % len(QUESTIONS)]
-        if number % 4 == 0:
-            made.append(question)
-            continue
-        material = materials[number % len(materials)]
-        characters = (60, 240, 700, 1500, 2600, 3400)[number % 6]
-        if material is NUMBERS or material is LANGUAGES:  # a token has fewer characters there
-            characters //= 4
-        text = (material * (characters // len(material) + 1))[:characters]
-        made.append(text if number % 3 else f"{text}\n{question}")
-    return made
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where two tokens were candidates for one place.
+
+    Attributes:
+        at: output position, from 0.
+        ours: our token.
+        theirs: llama.cpp's token.
+        gap: distance of their logits in the plain float32 forward after the same tokens.
+    """
+
+    at: int
+    ours: int
+    theirs: int
+    gap: float
 
 
-@contextlib.contextmanager
-def llama_cpp(model: Path, threads: int) -> Iterator[str]:
-    """Serve the model with llama.cpp; gives the address."""
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt.
+
+    Attributes:
+        prompt_tokens: its length.
+        equal: output tokens that are equal before the first that differs.
+        parting: the first that differs in what both generated.
+        forced: places where the plain forward over llama.cpp's tokens would choose otherwise.
+    """
+
+    prompt_tokens: int
+    equal: int
+    parting: Choice | None
+    forced: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All prompts, and what is wrong, in words; nothing wrong is an empty tuple."""
+
+    comparisons: tuple[Comparison, ...]
+    problems: tuple[str, ...]
+
+
+def prompts(tokenizer: Tokenizer, count: int) -> list[str]:
+    """Texts of about `LENGTHS` tokens.
+
+    Raises:
+        ValueError: more are wanted than there are lengths.
+    """
+    if not 0 < count <= len(LENGTHS):
+        raise ValueError(f"{count} prompts; there are 1 to {len(LENGTHS)}")
+    texts = []
+    for number, length in enumerate(LENGTHS[:count]):
+        turn, first = divmod(number, len(PIECES))
+        begun = "\n".join(PIECES[first].split("\n")[turn:])
+        text = "\n\n".join([begun, *PIECES[first + 1 :], *PIECES[:first]])
+        cut = tokenizer.decode(tokenizer.encode(text)[:length])
+        texts.append(cut.rstrip("\ufffd"))
+    return texts
+
+
+@contextmanager
+def llamacpp(model: Path, context: int) -> Iterator[Post]:
+    """A llama.cpp server in this process; gives a function that posts JSON to a path of it."""
     import xllamacpp
+
+    from asyncllm.runner.threads import available_cores
 
     params = xllamacpp.CommonParams()
     params.model.path = str(model)
-    params.n_ctx = 2048
     params.n_parallel = 1
-    params.verbosity = -1
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.n_ctx = context
+    params.n_gpu_layers = 0
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    # Its threads spin while they wait: one more than there are cores slows it down a hundredfold.
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cache_ram_mib = params.n_ctx_checkpoints = params.verbosity = 0
+    params.warmup = False
     server = xllamacpp.Server(params)
-    yield server.listening_address
-    del server
+    try:
+        yield partial(_post, server.listening_address.removeprefix("http://"))
+    finally:
+        del server  # which ends its threads
 
 
-def ask(address: str, path: str, body: dict[str, Any]) -> Any:
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(
-        address + path, data, headers={"Content-Type": "application/json"}
+def _post(address: str, path: str, body: dict[str, Any]) -> Any:
+    with closing(http.client.HTTPConnection(address, timeout=600)) as connection:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    if response.status != 200:
+        raise RuntimeError(f"llama.cpp answers {response.status} to {path}: {answer}")
+    return answer
+
+
+def ask_llamacpp(post: Post, ids: Sequence[int], tokens: int) -> tuple[list[int], set[int]]:
+    """Greedy output of llama.cpp, and the tokens it was kept from: its ends of generation."""
+    answer = post(
+        "/completion",
+        {
+            "prompt": list(ids),
+            "n_predict": tokens,
+            "temperature": 0,
+            "top_k": 1,
+            "samplers": ["top_k"],
+            "repeat_penalty": 1.0,
+            "cache_prompt": False,
+            "ignore_eos": True,
+            "return_tokens": True,
+        },
     )
-    with urllib.request.urlopen(request, timeout=600) as response:
-        return json.load(response)
+    banned = {entry["token"] for entry in answer["generation_settings"]["logit_bias"]}
+    return answer["tokens"], banned
 
 
-@dataclass(frozen=True)
-class Peer:
-    """What llama.cpp made of one prompt."""
-
-    prompt_ids: list[int]
-    tokens: list[int]
-
-
-def peer_answers(model: Path, texts: list[str], tokens: int, threads: int) -> list[Peer]:
-    answers = []
-    with llama_cpp(model, threads) as address:
-        for text in texts:
-            encoded = ask(address, "/tokenize", {"content": text, "add_special": True})["tokens"]
-            body = {
-                "prompt": encoded,
-                "n_predict": tokens,
-                "temperature": 0.0,
-                "top_k": 1,
-                "cache_prompt": False,
-                "return_tokens": True,
-                "ignore_eos": True,
-            }
-            answers.append(Peer(encoded, ask(address, "/completion", body)["tokens"]))
-    return answers
+async def ask_engine(
+    model: Path, prompt_ids: Sequence[Sequence[int]], tokens: int, context: int
+) -> list[tuple[int, ...]]:
+    """Greedy output of ours for all the prompts, as many at a time as the engine runs."""
+    async with AsyncEngine.load(model, context_length=context) as engine:
+        generations = [
+            engine.generate(
+                ids,
+                max_tokens=tokens,
+                min_tokens=tokens,  # no end of generation before
+                ignore_eos=True,
+                temperature=0,
+                repetition_penalty=1,
+            )
+            for ids in prompt_ids
+        ]
+        done = await asyncio.gather(*(generation.result() for generation in generations))
+    return [completion.token_ids for completion in done]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How far the tokens of one prompt agree; `gap` is of the logits where they part."""
+class PlainForward:
+    """The plain float32 forward pass, without scheduler, cache or sampling.
 
-    prompt_tokens: int
-    same_prompt: bool
-    compared: int
-    equal: int
-    ours: str = ""
-    theirs: str = ""
-    gap: float = 0.0
+    Args:
+        model: path of the checkpoint.
+        context: tokens of a sequence at most.
+    """
 
-    @property
-    def good(self) -> bool:
-        return self.same_prompt and self.gap <= GREATEST_GAP
+    def __init__(self, model: Path, context: int) -> None:
+        import torch
+
+        from asyncllm.checkpoint.checkpoint import open_checkpoint
+        from asyncllm.kv.pool import KvPool, layer_groups
+        from asyncllm.model.causal_lm import CausalLM
+        from asyncllm.model.config import ModelConfig
+        from asyncllm.model.program import PlainProgram
+
+        with torch.inference_mode(), open_checkpoint(model) as checkpoint:
+            config = ModelConfig.from_checkpoint(checkpoint)
+            bound = CausalLM.bind(checkpoint, config, context_length=context)
+            groups = layer_groups(
+                config,
+                block_tokens=BLOCK_TOKENS,
+                chunk=CHUNK,
+                max_seqs=1,
+                context_length=context,
+                kv_bytes=1 << 50,  # no bound: one sequence is all there is
+                dtype=torch.float32,
+            )
+            self.pool = KvPool(
+                groups,
+                block_tokens=BLOCK_TOKENS,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                dtype=torch.float32,
+            )
+            self.program = PlainProgram(bound, self.pool, max_rows=CHUNK, max_logits=LOGITS_ROWS)
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def logits(self, ids: Sequence[int], first: int) -> Iterator[Tensor]:
+        """Logits after each token from position `first` on: float32 [vocab_size], valid until the
+        next is asked for.
+        """
+        import torch
+
+        from asyncllm.model.program import Chunk
+
+        blocks = -(-len(ids) // BLOCK_TOKENS)
+        tables = [range(min(blocks, group.capacity)) for group in self.pool.groups]
+        for offset in range(0, len(ids), CHUNK):
+            part = ids[offset : offset + CHUNK]
+            with torch.inference_mode():
+                self.program.forward([Chunk(part, offset, tables)])
+            for start in range(max(0, first - offset), len(part), LOGITS_ROWS):
+                with torch.inference_mode():
+                    rows = range(start, min(start + LOGITS_ROWS, len(part)))
+                    found = self.program.logits(rows)
+                yield from found
 
 
-async def compare(engine: AsyncEngine, text: str, peer: Peer) -> Comparison:
-    """Generate as many tokens as llama.cpp did and look where they part."""
-    size = engine.tokenizer.vocab_size
-    # llama.cpp's `ignore_eos` keeps all end tokens from being chosen, which a bias does here.
-    never = dict.fromkeys(engine.tokenizer.eog_ids, float("-inf"))
-    count = len(peer.tokens)
-    same = engine.tokenizer.encode(text) == peer.prompt_ids
-    done = await engine.generate(
-        peer.prompt_ids, max_tokens=count, temperature=0, ignore_eos=True, logit_bias=never
+def judge(
+    forward: PlainForward,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    ours: Sequence[int],
+    theirs: Sequence[int],
+) -> Comparison:
+    """Compare two outputs for one prompt, and every token of llama.cpp with the plain forward."""
+    import torch
+
+    parted = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+    parting, forced = None, []
+    ends = list(tokenizer.eog_ids)
+    for at, row in enumerate(forward.logits([*prompt, *theirs[:-1]], len(prompt) - 1)):
+        with torch.inference_mode():
+            allowed = row[: tokenizer.vocab_size].clone()
+            allowed[ends] = -torch.inf
+            likeliest = int(allowed.argmax())
+            scores = allowed.tolist() if at == parted or likeliest != theirs[at] else []
+        if at == parted:
+            gap = abs(scores[ours[at]] - scores[theirs[at]])
+            parting = Choice(at, ours[at], theirs[at], gap)
+        if likeliest != theirs[at]:
+            gap = scores[likeliest] - scores[theirs[at]]
+            forced.append(Choice(at, likeliest, theirs[at], gap))
+    equal = len(theirs) if parted is None else parted
+    return Comparison(len(prompt), equal, parting, tuple(forced))
+
+
+def compare(
+    model: Path, count: int, tokens: int, progress: Callable[[str], None] = lambda line: None
+) -> Report:
+    """Compare the first `count` prompts over `tokens` output tokens each."""
+    started = time.perf_counter()
+
+    def say(what: str) -> None:
+        progress(f"{time.perf_counter() - started:7.1f} s  {what}")
+
+    tokenizer = Tokenizer.from_file(model)
+    texts = prompts(tokenizer, count)
+    prompt_ids = [tokenizer.encode(text) for text in texts]
+    context = -(-max(len(ids) + tokens for ids in prompt_ids) // 256) * 256
+    problems: list[str] = []
+
+    theirs: list[list[int]] = []
+    say(f"llama.cpp generates {count} x {tokens} tokens")
+    with llamacpp(model, context) as post:
+        for number, (text, ids) in enumerate(zip(texts, prompt_ids, strict=True), 1):
+            expected = post("/tokenize", {"content": text, "add_special": True})["tokens"]
+            if ids != expected:
+                problems.append(f"prompt {number}: our ids {ids}, llama.cpp's {expected}")
+            output, banned = ask_llamacpp(post, ids, tokens)
+            theirs.append(output)
+            if len(output) != tokens:
+                problems.append(f"prompt {number}: {len(output)} tokens of llama.cpp's")
+    if banned != tokenizer.eog_ids:
+        problems.append(
+            f"ends of generation: ours {sorted(tokenizer.eog_ids)}, llama.cpp's {sorted(banned)}"
+        )
+
+    say("our engine generates the same")
+    ours = asyncio.run(ask_engine(model, prompt_ids, tokens, context))
+    say("the plain forward judges llama.cpp's tokens")
+    with closing(PlainForward(model, context)) as forward:
+        comparisons = tuple(
+            judge(forward, tokenizer, *each) for each in zip(prompt_ids, ours, theirs, strict=True)
+        )
+    say("done")
+    for number, found in enumerate(comparisons, 1):
+        problems += [
+            f"prompt {number}: token {choice.at} has a gap of {choice.gap:.4f}"
+            for choice in dict.fromkeys([*filter(None, [found.parting]), *found.forced])
+            if not choice.gap <= ALLOWED_GAP  # which NaN is not either
+        ]
+    return Report(comparisons, tuple(problems))
+
+
+def show(report: Report, tokenizer: Tokenizer, tokens: int) -> None:
+    """Print the table, the places of the forced pass, the summary and the problems."""
+
+    def candidates(choice: Choice) -> str:
+        both = (choice.ours, choice.theirs)
+        return " / ".join(
+            f"{token} {tokenizer.token_bytes(token).decode('utf-8', 'replace')!r}" for token in both
+        )
+
+    print(f"{'prompt':>6} {'tokens':>6} {'equal':>6} {'parted at':>9} {'gap':>7}  ours / llama.cpp")
+    for number, found in enumerate(report.comparisons, 1):
+        line = f"{number:6} {found.prompt_tokens:6} {found.equal:6}"
+        if found.parting is not None:
+            line += f" {found.parting.at:9} {found.parting.gap:7.4f}  {candidates(found.parting)}"
+        print(line)
+
+    print("\nllama.cpp's tokens that are not the most likely of the plain float32 forward:")
+    for number, found in enumerate(report.comparisons, 1):
+        for choice in found.forced:
+            print(f"{number:6} {choice.at:23} {choice.gap:7.4f}  {candidates(choice)}")
+
+    found = report.comparisons
+    partings = [each.parting for each in found if each.parting is not None]
+    forced = [choice for each in found for choice in each.forced]
+    print(
+        f"\n{len(found) - len(partings)} of {len(found)} prompts equal over {tokens} tokens; "
+        f"{sum(each.equal for each in found)} of {len(found) * tokens} tokens before a parting; "
+        f"largest gap at a parting {max((c.gap for c in partings), default=0.0):.4f}; "
+        f"forced: {len(forced)} of {len(found) * tokens} tokens differ, "
+        f"largest gap {max((c.gap for c in forced), default=0.0):.4f}"
     )
-    pairs = enumerate(zip(done.token_ids, peer.tokens, strict=True))
-    parted = next((at for at, (ours, theirs) in pairs if ours != theirs), None)
-    if parted is None:
-        return Comparison(len(peer.prompt_ids), same, count, count)
-    known = [*peer.prompt_ids, *peer.tokens[:parted]]
-    last = await engine.generate(
-        known, max_tokens=1, temperature=0, ignore_eos=True, logprobs=size, prefix_cache=False
-    )
-    if last.logprobs is None:
-        raise RuntimeError("log-probabilities were asked for and did not come")
-    logits = {entry.token_id: entry.logprob for entry in last.logprobs[0].top}
-    ours, theirs = done.token_ids[parted], peer.tokens[parted]
-    name = engine.tokenizer.decode
-    return Comparison(
-        len(peer.prompt_ids),
-        same,
-        count,
-        parted,
-        repr(name([ours])),
-        repr(name([theirs])),
-        logits[ours] - logits[theirs],
-    )
-
-
-async def compare_all(model: Path, texts: list[str], tokens: int, threads: int) -> list[Comparison]:
-    """Both engines over all texts, one after the other."""
-    peers = await asyncio.to_thread(peer_answers, model, texts, tokens, threads)
-    async with AsyncEngine.load(model, context_length=2048, threads=threads) as engine:
-        pairs = zip(texts, peers, strict=True)
-        return await asyncio.gather(*(compare(engine, text, peer) for text, peer in pairs))
+    for problem in report.problems:
+        print(f"WRONG: {problem}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--prompts", type=int, default=32)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="a GGUF file")
+    parser.add_argument("--prompts", type=int, default=len(LENGTHS))
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    found = asyncio.run(
-        compare_all(
-            arguments.model, prompts(arguments.prompts), arguments.tokens, arguments.threads
-        )
+    options = parser.parse_args()
+    report = compare(
+        options.model,
+        options.prompts,
+        options.tokens,
+        lambda line: print(line, file=sys.stderr, flush=True),
     )
-    print("prompt  tokens  equal     gap  ours / llama.cpp's")
-    for number, row in enumerate(found):
-        names = f"{row.ours} / {row.theirs}" if row.ours else ""
-        gap = f"{row.gap:7.3f}" if row.ours else " " * 7
-        note = "" if row.same_prompt else "  ENCODED DIFFERENTLY"
-        print(
-            f"{number:6}  {row.prompt_tokens:6}  {row.equal:2} of {row.compared:2} {gap} "
-            f"{names}{note}"
-        )
-    whole = sum(row.equal == row.compared for row in found)
-    good = sum(row.good for row in found)
-    greatest = max(row.gap for row in found)
-    print(
-        f"{whole} of {len(found)} prompts equal throughout; greatest gap {greatest:.3f}; "
-        f"{good} within {GREATEST_GAP}"
-    )
-    return 0 if good == len(found) else 1
+    show(report, Tokenizer.from_file(options.model), options.tokens)
+    return 1 if report.problems else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 
 from asyncllm import AsyncEngine, Completion, PromptTooLongError, RequestError
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
 
 STORY = (
     "In the beginning there was a small village at the foot of a mountain. The people who lived "
@@ -50,13 +50,13 @@ async def test_tokens_do_not_depend_on_company_chunks_preemption_or_prefix_hits(
     model_path: Path,
 ) -> None:
     alone: list[tuple[int, ...]] = []
-    async with AsyncEngine.load(model_path, chunk=512, prefix_cache=False) as engine:
+    async with AsyncEngine.load(model_path, threads=1, chunk=512, prefix_cache=False) as engine:
         for prompt in PROMPTS:
             alone += [done.token_ids for done in await answers(engine, [prompt])]
         together = await answers(engine, PROMPTS)
         assert [done.token_ids for done in together] == alone
         seeded = await engine.generate(PROMPTS[1], max_tokens=12, temperature=1.0, seed=7)
-    async with AsyncEngine.load(model_path, chunk=23) as engine:
+    async with AsyncEngine.load(model_path, threads=1, chunk=23) as engine:
         first, second = await answers(engine, PROMPTS), await answers(engine, PROMPTS)
         assert [done.token_ids for done in first] == alone
         assert [done.token_ids for done in second] == alone
@@ -67,11 +67,16 @@ async def test_tokens_do_not_depend_on_company_chunks_preemption_or_prefix_hits(
 
 async def test_tokens_survive_forced_preemption(smollm2_path: Path) -> None:
     prompts = [PROMPTS[i] for i in (1, 5, 0, 3)]
-    async with AsyncEngine.load(smollm2_path, context_length=256, chunk=32) as engine:
+    async with AsyncEngine.load(smollm2_path, threads=1, context_length=256, chunk=32) as engine:
         expected = [done.token_ids for done in await answers(engine, prompts, max_tokens=40)]
         block = engine.stats().kv_pool_bytes // engine.stats().kv_blocks_total
     async with AsyncEngine.load(
-        smollm2_path, context_length=256, chunk=32, kv_bytes=12 * block, prefix_cache=False
+        smollm2_path,
+        threads=1,
+        context_length=256,
+        chunk=32,
+        kv_bytes=12 * block,
+        prefix_cache=False,
     ) as engine:
         found = [done.token_ids for done in await answers(engine, prompts, max_tokens=40)]
         assert engine.stats().preempted > 0

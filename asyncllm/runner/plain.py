@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # A pass of up to so many rows is made of operations so small that threads may cost more than they
 # give: dearly where another process holds a core they wait for.
 FEW_ROWS: Final = 16
+WORTH_THREADS: Final = 0.75  # of one thread's time: less would not be worth that risk
 
 # Rows of logits made at a time; it bounds their buffer, whatever is asked for.
 LOGITS_ROWS: Final = 32
@@ -99,7 +100,8 @@ class PlainRunner:
                 self.few_rows_threads = threads
                 taken = self.submit(plan).model_s
                 seconds[threads] = min(seconds.get(threads, taken), taken)
-        self.few_rows_threads = min(seconds, key=seconds.__getitem__)
+        gains = seconds[self.threads] < WORTH_THREADS * seconds[1]
+        self.few_rows_threads = self.threads if gains else 1
 
     def grow(self, group: int, blocks: int) -> int:
         return self._pool.grow(group, blocks)
