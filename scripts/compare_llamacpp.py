@@ -80,7 +80,7 @@ assert merge_intervals([(1, 3), (2, 6), (8, 10)]) == [(1, 6), (8, 10)]''',
 2024-03-02,-3.75,998,11.9
 3.14159 26535 89793; 2^16 = 65536; 7 * 8 = 56; 1000000 / 37 = 27027.027
 0x1F 0b1011 1e-9 6.022e23 192.168.0.17 +49 (0)30 1234-5678""",
-    """Der Bäcker öffnet früh um fünf, und schon eine Stunde später riecht die ganze Straße nach Brot.
+    """Der Bäcker öffnet früh um fünf, und eine Stunde später riecht die ganze Straße nach Brot.
 Im Winter stehen die Leute bis zur Ecke, mit Mützen und müden Gesichtern, und niemand drängelt.
 Außer sonntags gibt es Mohnbrötchen; wer zu spät kommt, muss sich mit Knäckebrot begnügen.""",
     """La bibliothèque du village ne possède que huit cents livres, mais chacun a été lu et relu.
@@ -90,7 +90,7 @@ Elle commençait ainsi : « Cher ami, si tu lis ces lignes, c'est que l'hiver es
 FROM customers AS c JOIN orders AS o ON o.customer_id = c.id
 WHERE o.placed_at >= '2023-01-01' AND c.country IN ('PT', 'IS', 'NZ')
 GROUP BY c.name HAVING SUM(o.total) > 99.90 ORDER BY spent DESC LIMIT 10;
-{"id": 17, "tags": ["blue", "large"], "size": {"w": 120, "h": 45.5}, "sold": false, "note": null}""",
+{"id": 17, "tags": ["blue", "large"], "size": {"w": 120, "h": 45.5}, "sold": false, "note": []}""",
     """Старый часовщик жил на третьем этаже, прямо над аптекой, и окна его никогда не гасли.
 Он чинил всё: будильники, карманные часы, даже музыкальную шкатулку, которая играла только зимой.
 今日は朝から雨が降っていたので、駅まで歩かずにバスで行きました。窓の外の田んぼがとても静かでした。
@@ -196,8 +196,6 @@ def llamacpp(model: Path, context: int) -> Iterator[Post]:
     """A llama.cpp server in this process; gives a function that posts JSON to a path of it."""
     import xllamacpp
 
-    from asyncllm.runner.threads import available_cores
-
     params = xllamacpp.CommonParams()
     params.model.path = str(model)
     params.n_parallel = 1
@@ -205,7 +203,8 @@ def llamacpp(model: Path, context: int) -> Iterator[Post]:
     params.n_gpu_layers = 0
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    # Its threads spin while they wait: one more than there are cores slows it down a hundredfold.
+    # Its threads spin while they wait for each other, which on a busy machine costs far more than
+    # a second one brings.
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_ram_mib = params.n_ctx_checkpoints = params.verbosity = 0
     params.warmup = False
@@ -358,9 +357,22 @@ def judge(
 
 
 def compare(
-    model: Path, count: int, tokens: int, progress: Callable[[str], None] = lambda line: None
+    model: Path,
+    count: int,
+    tokens: int,
+    *,
+    reference: Path | None = None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """Compare the first `count` prompts over `tokens` output tokens each."""
+    """Compare the first `count` prompts over `tokens` output tokens each.
+
+    Args:
+        model: the file our engine loads.
+        count: prompts, at most as many as `LENGTHS`.
+        tokens: output tokens of each.
+        reference: the file llama.cpp loads, if it is another one.
+        progress: told what is being done.
+    """
     started = time.perf_counter()
 
     def say(what: str) -> None:
@@ -374,7 +386,7 @@ def compare(
 
     theirs: list[list[int]] = []
     say(f"llama.cpp generates {count} x {tokens} tokens")
-    with llamacpp(model, context) as post:
+    with llamacpp(reference or model, context) as post:
         for number, (text, ids) in enumerate(zip(texts, prompt_ids, strict=True), 1):
             expected = post("/tokenize", {"content": text, "add_special": True})["tokens"]
             if ids != expected:
@@ -426,14 +438,14 @@ def show(report: Report, tokenizer: Tokenizer, tokens: int) -> None:
         for choice in found.forced:
             print(f"{number:6} {choice.at:23} {choice.gap:7.4f}  {candidates(choice)}")
 
-    found = report.comparisons
-    partings = [each.parting for each in found if each.parting is not None]
-    forced = [choice for each in found for choice in each.forced]
+    every = report.comparisons
+    partings = [each.parting for each in every if each.parting is not None]
+    forced = [choice for each in every for choice in each.forced]
     print(
-        f"\n{len(found) - len(partings)} of {len(found)} prompts equal over {tokens} tokens; "
-        f"{sum(each.equal for each in found)} of {len(found) * tokens} tokens before a parting; "
+        f"\n{len(every) - len(partings)} of {len(every)} prompts equal over {tokens} tokens; "
+        f"{sum(each.equal for each in every)} of {len(every) * tokens} tokens before a parting; "
         f"largest gap at a parting {max((c.gap for c in partings), default=0.0):.4f}; "
-        f"forced: {len(forced)} of {len(found) * tokens} tokens differ, "
+        f"forced: {len(forced)} of {len(every) * tokens} tokens differ, "
         f"largest gap {max((c.gap for c in forced), default=0.0):.4f}"
     )
     for problem in report.problems:
@@ -447,12 +459,19 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="a GGUF file")
     parser.add_argument("--prompts", type=int, default=len(LENGTHS))
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        help="another file of the same weights for llama.cpp, such as a float32 copy, with which "
+        "it rounds nothing",
+    )
     options = parser.parse_args()
     report = compare(
         options.model,
         options.prompts,
         options.tokens,
-        lambda line: print(line, file=sys.stderr, flush=True),
+        reference=options.reference,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     show(report, Tokenizer.from_file(options.model), options.tokens)
     return 1 if report.problems else 0

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvicorn
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parent.parent
 

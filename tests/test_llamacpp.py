@@ -11,7 +11,7 @@ from scripts import compare_llamacpp
 
 PROMPTS, TOKENS = 6, 16
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(params=["smollm2_path", "gemma_path"])
