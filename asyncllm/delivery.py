@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asyncllm import telemetry
-from asyncllm.errors import EngineDeadError
+from asyncllm.errors import EngineClosedError, EngineDeadError
 from asyncllm.events import Delta, Done, Event
 from asyncllm.generation import Generation
 from asyncllm.info import LoadProgress
@@ -31,7 +31,7 @@ class Delivery:
     ) -> None:
         self._loop = loop
         self._on_progress = on_progress
-        self._generations: weakref.WeakValueDictionary[str, Generation] = (
+        self._generations: weakref.WeakValueDictionary[int, Generation] = (
             weakref.WeakValueDictionary()
         )
         self.loaded: asyncio.Future[Face] = loop.create_future()
@@ -66,11 +66,10 @@ class Delivery:
     # On the loop.
 
     def add(self, generation: Generation) -> None:
-        self._generations[generation.request_id] = generation
+        self._generations[generation._key] = generation
 
     def is_open(self, request_id: str) -> bool:
-        generation = self._generations.get(request_id)
-        return generation is not None and not generation.done
+        return any(generation.request_id == request_id for generation in self.open())
 
     def open(self) -> list[Generation]:
         """The generations that somebody still holds and that have not ended."""
@@ -78,14 +77,14 @@ class Delivery:
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
-            generation = self._generations.get(event.request_id)
+            generation = self._generations.get(event.key)
             if generation is None:
                 continue
             if isinstance(event, Delta):
                 generation._receive(event)
             else:
                 generation._finish(event)
-                del self._generations[event.request_id]
+                del self._generations[event.key]
 
     def _report(self, report: LoadProgress) -> None:
         if self._on_progress is None:
@@ -107,9 +106,10 @@ class Delivery:
             self.loaded.exception()
         if not self.ended.done():
             self.ended.set_result(None)
-        if error is not None:
-            for generation in self.open():
-                generation._finish(Done(generation.request_id, error=self.dead_error()))
+        # After an orderly end only those are left that were still being encoded.
+        for generation in self.open():
+            why = self.dead_error() if error else EngineClosedError("the engine was closed")
+            generation._finish(Done(generation._key, error=why))
 
     def dead_error(self) -> EngineDeadError:
         """A fresh error that says why the thread ended, chained to the cause."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import array
 import asyncio
 import itertools
-import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -36,6 +35,8 @@ Prepare = Callable[[], Sequence[int]]
 
 # Text up to this long is encoded at once (well under a millisecond); more goes to a thread.
 INLINE_CHARACTERS = 2000
+INLINE_BAD_WORDS = 16
+FOREVER_S = 1e9  # a longer timeout is none
 
 
 class EngineLoading:
@@ -84,8 +85,13 @@ class EngineLoading:
 
 
 async def _join(thread: EngineThread) -> None:
-    loop = asyncio.get_running_loop()
-    await shielded(loop.run_in_executor(None, thread.join))
+    """Wait until the thread has ended; on any loop, and without an executor that may be busy."""
+
+    async def ended() -> None:
+        while thread.is_alive():  # noqa: ASYNC110  its last word is said; it only has to leave
+            await asyncio.sleep(0.002)
+
+    await shielded(asyncio.ensure_future(ended()))
 
 
 async def _watch(thread: EngineThread, delivery: Delivery) -> None:
@@ -256,6 +262,11 @@ class AsyncEngine:
             RequestError: as for `generate`; a failing template raises it from the await.
         """
         params = self._params(sampling, overrides)
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+            raise RequestError(f"messages={messages!r:.200}: accepted is a sequence of mappings")
+        for at, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise RequestError(f"messages[{at}]={message!r:.200}: accepted is a mapping")
         conversation = [dict(message) for message in messages]
 
         def prepare() -> Sequence[int]:
@@ -284,16 +295,21 @@ class AsyncEngine:
         """
         self._closed = True
         try:
-            if drain and asyncio.get_running_loop() is self._loop:
-                while waiting := [g._ended for g in self._delivery.open()]:
-                    await asyncio.wait(waiting)
+            # Looking now and then works on any loop, and also for requests whose consumers left.
+            while drain and self._has_open_requests():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
         finally:
             self._thread.close()
             await _join(self._thread)
             if self._encoder is not None:
-                self._encoder.shutdown(wait=False)
+                self._encoder.shutdown(wait=False, cancel_futures=True)
             if asyncio.get_running_loop() is self._loop:
                 await shielded(self._step_task)
+
+    def _has_open_requests(self) -> bool:
+        thread = self._thread
+        unseen = self._sent > thread.stats.received
+        return thread.is_alive() and (unseen or thread.open_requests > 0)
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -321,8 +337,10 @@ class AsyncEngine:
 
     def _token_ids(self, prompt: Sequence[int]) -> Sequence[int]:
         try:
+            if isinstance(prompt, bytes | bytearray | Mapping | Set):
+                raise TypeError(f"it is a {type(prompt).__name__}")
             ids = array.array("q", prompt)
-        except (TypeError, OverflowError) as exc:
+        except (TypeError, ValueError, OverflowError) as exc:
             raise RequestError(f"prompt: accepted is a str or token ids ({exc})") from exc
         size = self.tokenizer.vocab_size
         if len(ids) and not (min(ids) >= 0 and max(ids) < size):
@@ -347,21 +365,23 @@ class AsyncEngine:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority={priority!r}: accepted is a whole number")
         if timeout is not None and (
-            isinstance(timeout, bool)
-            or not isinstance(timeout, int | float)
-            or math.isnan(timeout)
-            or timeout < 0
+            isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0
         ):
             raise RequestError(f"timeout={timeout!r}: accepted is a number of seconds or None")
+        if timeout is not None and timeout > FOREVER_S:
+            timeout = None
+        if not isinstance(prefix_cache, bool):
+            raise RequestError(f"prefix_cache={prefix_cache!r}: accepted is True or False")
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt={cache_salt!r}: accepted is a str or None")
         self._check_room()
 
+        key = self._sent
         submission = Submission(
-            name, now, params, deadline=None if timeout is None else now + timeout
+            key, now, params, deadline=None if timeout is None else now + timeout
         )
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
-        salt = (cache_salt or "").encode()
+        salt = (cache_salt or "").encode("utf-8", "surrogatepass")
         tokenizer, thread = self.tokenizer, self._thread
 
         def make() -> None:
@@ -392,12 +412,13 @@ class AsyncEngine:
 
         def cancel() -> None:
             submission.cancelled = True
-            thread.cancel(name)
+            thread.cancel(key)
 
         def prompt_tokens() -> int:
             return len(submission.request.prompt_ids) if submission.request is not None else 0
 
         generation = Generation(
+            key,
             name,
             n=params.n,
             wants_logprobs=params.logprobs is not None,
@@ -409,9 +430,10 @@ class AsyncEngine:
         )
         self._delivery.add(generation)
         self._sent += 1
-        if inline:
+        if inline and len(params.bad_words) <= INLINE_BAD_WORDS:
             make()
         else:
+            thread.submit(submission)
             if self._encoder is None:
                 self._encoder = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-encode")
             self._encoder.submit(make)
@@ -436,7 +458,7 @@ class AsyncEngine:
 
     def _check_name(self, request_id: str | None) -> str:
         if request_id is None:
-            return f"request-{next(self._names)}"
+            return f"request-{next(self._names)}"  # a name for people; events go by key
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id={request_id!r}: accepted is a non-empty str")
         if self._delivery.is_open(request_id):
@@ -460,8 +482,9 @@ class AsyncEngine:
 def _bad_words_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Every word as it is spelled at the start of a text and after a space."""
     spellings = dict.fromkeys(
-        tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))
+        tuple(tokenizer.encode(spelling, add_special_tokens=False))
         for word in words
-        for prefix in ("", " ")
+        for spelling in (word, word.lstrip(), f" {word.lstrip()}")
+        if spelling.strip() or spelling == word
     )
     return tuple(ids for ids in spellings if ids)

@@ -7,7 +7,6 @@ wait for each other.
 from __future__ import annotations
 
 import heapq
-import itertools
 import queue
 import threading
 import time
@@ -71,9 +70,13 @@ class Loading(Protocol):
 
 @dataclass(slots=True)
 class Submission:
-    """A request on its way to the engine thread; `cancelled` may be set from any thread."""
+    """A request on its way to the engine thread; `cancelled` may be set from any thread.
 
-    request_id: str
+    It is submitted when it is made, and again once its prompt is encoded, if that took a while:
+    so a deadline holds and a cancel is answered meanwhile.
+    """
+
+    key: int
     created_at: float
     params: SamplingParams
     deadline: float | None = None
@@ -81,6 +84,7 @@ class Submission:
     error: Exception | None = None
     cancelled: bool = False
     scheduled: bool = False
+    ended: bool = False
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)
 
 
@@ -114,10 +118,10 @@ class EngineThread:
     def __init__(self, build: Callable[[Loading], Parts], mailbox: Mailbox) -> None:
         self._build = [build]  # taken out once used: nothing of loading outlives it
         self._mailbox = mailbox
-        self._commands: queue.SimpleQueue[Submission | str | None] = queue.SimpleQueue()
-        self._open: dict[str, Submission] = {}
-        self._deadlines: list[tuple[float, int, Submission]] = []
-        self._tie = itertools.count()
+        self._commands: queue.SimpleQueue[Submission | int | None] = queue.SimpleQueue()
+        self._open: dict[int, Submission] = {}
+        self._submissions: dict[Request, Submission] = {}  # those that the scheduler has
+        self._deadlines: list[tuple[float, int]] = []
         self._events: list[Event] = []
         self._outstanding: Ticket | None = None
         self._closing = False
@@ -135,18 +139,22 @@ class EngineThread:
     def submit(self, submission: Submission) -> None:
         self._commands.put(submission)
 
-    def cancel(self, request_id: str) -> None:
-        self._commands.put(request_id)
+    def cancel(self, key: int) -> None:
+        self._commands.put(key)
 
     def close(self) -> None:
         """End the thread, at the latest when the step in flight ends. Idempotent."""
         self._closing = True
         self._commands.put(None)
 
-    def join(self) -> None:
-        """Wait until the thread has ended; at once if it never started."""
-        if self._thread.ident is not None:
-            self._thread.join()
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
 
     def should_stop(self) -> bool:
         """Whether a long step or load is to be given up."""
@@ -236,21 +244,26 @@ class EngineThread:
             return IDLE_LOOK_S
         return min(IDLE_LOOK_S, max(0.0, self._deadlines[0][0] - time.perf_counter()))
 
-    def _take(self, command: Submission | str | None) -> None:
+    def _take(self, command: Submission | int | None) -> None:
         if isinstance(command, Submission):
             self._admit(command)
         elif command is not None and command in self._open:
             self._end(self._open[command], None)
 
     def _admit(self, submission: Submission) -> None:
-        self._received += 1
-        self._open[submission.request_id] = submission
+        if submission.ended:
+            return  # while its prompt was encoded
+        if submission.key not in self._open:
+            self._received += 1
+            self._open[submission.key] = submission
+            if submission.deadline is not None:
+                heapq.heappush(self._deadlines, (submission.deadline, submission.key))
         request = submission.request
         if submission.cancelled:
             self._end(submission, None)
-        elif submission.error is not None or request is None:
-            self._end(submission, submission.error or RequestError("the prompt was not prepared"))
-        else:
+        elif submission.error is not None:
+            self._end(submission, submission.error)
+        elif request is not None:
             for sequence in request.sequences:
                 sequence.text = self._loaded.new_text(submission.params)
             try:
@@ -259,15 +272,13 @@ class EngineThread:
                 self._end(submission, exc)
                 return
             submission.scheduled = True
-            if submission.deadline is not None:
-                entry = (submission.deadline, next(self._tie), submission)
-                heapq.heappush(self._deadlines, entry)
+            self._submissions[request] = submission
 
     def _expire(self) -> None:
         now = time.perf_counter()
         while self._deadlines and self._deadlines[0][0] <= now:
-            submission = heapq.heappop(self._deadlines)[2]
-            if self._open.get(submission.request_id) is submission:
+            submission = self._open.get(heapq.heappop(self._deadlines)[1])
+            if submission is not None:
                 after = now - submission.created_at
                 self._end(submission, TimeoutError(f"the request timed out after {after:.3f} s"))
 
@@ -278,7 +289,7 @@ class EngineThread:
         for sequence in ended:
             self._events.append(
                 Delta(
-                    submission.request_id,
+                    submission.key,
                     sequence.index,
                     text=sequence.text.flush(),
                     finish_reason="cancelled",
@@ -287,7 +298,10 @@ class EngineThread:
         self._done(submission, error, whole=False)
 
     def _done(self, submission: Submission, error: BaseException | None, *, whole: bool) -> None:
-        del self._open[submission.request_id]
+        del self._open[submission.key]
+        submission.ended = True
+        if submission.request is not None:
+            self._submissions.pop(submission.request, None)
         if whole:
             self._finished += 1
         elif isinstance(error, RequestError):
@@ -301,7 +315,7 @@ class EngineThread:
         wanted = submission.params.prompt_logprobs is not None
         self._events.append(
             Done(
-                submission.request_id,
+                submission.key,
                 cached_tokens=sequences[0].cached_tokens if sequences else 0,
                 queued_s=(min(admitted) if admitted else time.perf_counter()) - created,
                 first_token_s=min(first) - created if first else None,
@@ -355,14 +369,14 @@ class EngineThread:
         for emission in emissions:
             self._emit(emission, texts.get(emission.sequence.sequence_id, ""))
         for request in dict.fromkeys(e.sequence.request for e in emissions if e.finished):
-            if request.done and request.request_id in self._open:
+            if request.done and request in self._submissions:
                 errors = (s.error for s in request.sequences if s.error is not None)
                 error = next(errors, None)
-                self._done(self._open[request.request_id], error, whole=error is None)
+                self._done(self._submissions[request], error, whole=error is None)
 
     def _emit(self, emission: Emission, text: str) -> None:
         sequence = emission.sequence
-        submission = self._open.get(sequence.request.request_id)
+        submission = self._submissions.get(sequence.request)
         if submission is None:
             return
         for entry in emission.prompt_logprobs:
@@ -373,7 +387,7 @@ class EngineThread:
             logprob = emission.logprob
             self._events.append(
                 Delta(
-                    submission.request_id,
+                    submission.key,
                     sequence.index,
                     text=text,
                     token_ids=() if emission.token is None else (emission.token,),

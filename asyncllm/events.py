@@ -130,7 +130,7 @@ class Chunk:
 class Delta:
     """Posted by the engine thread: one output sequence's news of one step."""
 
-    request_id: str
+    key: int
     index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -143,7 +143,7 @@ class Delta:
 class Done:
     """Posted by the engine thread: a request ended, all its sequences with it."""
 
-    request_id: str
+    key: int
     cached_tokens: int = 0
     queued_s: float = 0.0
     first_token_s: float | None = None

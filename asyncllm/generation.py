@@ -114,6 +114,7 @@ class Generation:
 
     def __init__(
         self,
+        key: int,
         request_id: str,
         *,
         n: int,
@@ -125,6 +126,7 @@ class Generation:
         engine: object,
     ) -> None:
         self.request_id = request_id
+        self._key = key  # what events are matched by: names may be used again
         self._loop = loop
         self._cancel = cancel  # only enqueues; may be called from any thread
         self._prompt_tokens = prompt_tokens
@@ -164,6 +166,8 @@ class Generation:
             EngineClosedError: the engine was closed; likewise.
             EngineDeadError: the engine failed.
         """
+        if not self._done:
+            self._check_loop()
         try:
             while not self._done:
                 await self._news()
@@ -228,7 +232,6 @@ class Generation:
             )
 
     async def _news(self) -> None:
-        self._check_loop()
         waiter = self._loop.create_future()
         self._waiters.add(waiter)
         try:
@@ -300,6 +303,7 @@ class ChunkIterator(AsyncIterator[Chunk]):
         if self.ended:
             raise StopAsyncIteration
         generation = self._generation
+        generation._check_loop()
         try:
             while True:
                 chunk = generation._take()

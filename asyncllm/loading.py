@@ -121,7 +121,9 @@ def _build(
             stages.bytes_total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         with stages.stage("configuration"):
             config = ModelConfig.from_checkpoint(checkpoint)
-            chunk = ChunkPolicy(options.chunk, options.chunk_budget_ms)
+            longest = options.context_length or config.context_length
+            size = options.chunk if options.chunk == "auto" else min(options.chunk, longest)
+            chunk = ChunkPolicy(size, options.chunk_budget_ms)
             groups, context_length = _layer_groups(config, options, chunk.maximum)
         with stages.stage("tokenizer"):
             tokenizer = Tokenizer.from_metadata(checkpoint.metadata, str(checkpoint.path))

@@ -25,6 +25,7 @@ StrPath = str | os.PathLike[str]
 
 GIB = 1 << 30
 CHUNK_MIN, CHUNK_MAX = 32, 512
+MOST_PENALTY = 1e6  # logits are float32 and rarely beyond 100; more could only overflow
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 STRINGS = "a string or a sequence of strings, none empty"
@@ -110,10 +111,10 @@ class EngineOptions:
     max_waiting: int | None = None
 
     def __post_init__(self) -> None:
-        self._whole("context_length", 1, none=True)
+        self._whole("context_length", 2, none=True)
         self._whole("max_seqs", 1, 4096)
         self._whole("block_tokens", 1, 1024)
-        self._whole("chunk", 1, 1 << 20, auto=True)
+        self._whole("chunk", 1, 1 << 16, auto=True)
         if not _is_number(self.chunk_budget_ms) or self.chunk_budget_ms <= 0:
             self._bad("chunk_budget_ms", "a number of milliseconds above 0")
         self._whole("kv_bytes", 1, auto=True)
@@ -247,9 +248,9 @@ class SamplingParams:
         self._real("top_p", 0.0, 1.0, none=True, above=True)
         self._real("min_p", 0.0, 1.0, none=True)
         self._real("typical_p", 0.0, 1.0, above=True)
-        self._real("repetition_penalty", 0.0, math.inf, none=True, above=True)
-        self._real("presence_penalty", -math.inf, math.inf)
-        self._real("frequency_penalty", -math.inf, math.inf)
+        self._real("repetition_penalty", 0.0, MOST_PENALTY, none=True, above=True)
+        self._real("presence_penalty", -MOST_PENALTY, MOST_PENALTY)
+        self._real("frequency_penalty", -MOST_PENALTY, MOST_PENALTY)
         self._whole("seed", 0, (1 << 64) - 1, none=True)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):

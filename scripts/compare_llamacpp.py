@@ -1,13 +1,15 @@
 """Compare greedy tokens with llama.cpp's on the same GGUF file.
 
-Usage: python scripts/compare_llamacpp.py MODEL.gguf [--prompts 32] [--tokens 64]
+Usage: python scripts/compare_llamacpp.py MODEL.gguf [--prompts 32] [--tokens 64] [--widened]
 
 Both sides get the same token ids, after it was checked that both make the same ids of the text, and
 neither may choose an end-of-generation token. llama.cpp rounds activations to 8 bits where weights
 are packed, so that it may decide a near-tie the other way. At the first token that differs the
 plain float32 forward pass gives the logits of both candidates; a gap of up to `ALLOWED_GAP` is a
 near-tie, and what follows is not compared. The same pass also goes over all of llama.cpp's tokens,
-and each one that is not the most likely there is listed with its gap.
+and each one that is not the most likely there is listed with its gap. With `--widened` llama.cpp
+gets a float32 copy of the same weights instead, with which it rounds nothing: what parts then is
+not explained by its rounding.
 
 The exit code is 1 where a gap is larger, where the ids of a text differ, or where the two sides
 know different end-of-generation tokens.
@@ -22,10 +24,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 if __package__ in (None, ""):  # run as a file: the project's root is not on the path
@@ -226,7 +229,11 @@ def _post(address: str, path: str, body: dict[str, Any]) -> Any:
 
 
 def ask_llamacpp(post: Post, ids: Sequence[int], tokens: int) -> tuple[list[int], set[int]]:
-    """Greedy output of llama.cpp, and the tokens it was kept from: its ends of generation."""
+    """Greedy output of llama.cpp, and the tokens it was kept from: its ends of generation.
+
+    Raises:
+        RuntimeError: it answers with an error, or with another number of tokens.
+    """
     answer = post(
         "/completion",
         {
@@ -241,8 +248,10 @@ def ask_llamacpp(post: Post, ids: Sequence[int], tokens: int) -> tuple[list[int]
             "return_tokens": True,
         },
     )
-    banned = {entry["token"] for entry in answer["generation_settings"]["logit_bias"]}
-    return answer["tokens"], banned
+    output, settings = answer["tokens"], answer["generation_settings"]
+    if len(output) != tokens:
+        raise RuntimeError(f"{len(output)} tokens came from llama.cpp; {tokens} were asked for")
+    return output, {entry["token"] for entry in settings["logit_bias"]}
 
 
 async def ask_engine(
@@ -263,6 +272,31 @@ async def ask_engine(
         ]
         done = await asyncio.gather(*(generation.result() for generation in generations))
     return [completion.token_ids for completion in done]
+
+
+def write_widened(model: Path, target: Path) -> None:
+    """Write a copy of a GGUF file whose weights are all float32."""
+    import gguf
+
+    source = gguf.GGUFReader(model)
+    architecture = source.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, architecture)
+    for name, field in source.fields.items():
+        # The writer adds these itself, and the file type is no longer true.
+        if not name.startswith("GGUF.") and name not in (
+            "general.architecture",
+            "general.file_type",
+        ):
+            kind, *inner = field.types
+            items = inner[-1] if inner else None
+            writer.add_key_value(name, field.contents(), kind, sub_type=items)
+    for tensor in source.tensors:
+        data = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 class PlainForward:
@@ -361,7 +395,7 @@ def compare(
     count: int,
     tokens: int,
     *,
-    reference: Path | None = None,
+    widened: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Compare the first `count` prompts over `tokens` output tokens each.
@@ -370,7 +404,7 @@ def compare(
         model: the file our engine loads.
         count: prompts, at most as many as `LENGTHS`.
         tokens: output tokens of each.
-        reference: the file llama.cpp loads, if it is another one.
+        widened: give llama.cpp a float32 copy of the weights, made for this comparison.
         progress: told what is being done.
     """
     started = time.perf_counter()
@@ -385,16 +419,21 @@ def compare(
     problems: list[str] = []
 
     theirs: list[list[int]] = []
-    say(f"llama.cpp generates {count} x {tokens} tokens")
-    with llamacpp(reference or model, context) as post:
+    with ExitStack() as opened:
+        reference = model
+        if widened:
+            say("a float32 copy of the weights is written")
+            folder = Path(opened.enter_context(TemporaryDirectory()))
+            reference = folder / "widened.gguf"
+            write_widened(model, reference)
+        say(f"llama.cpp generates {count} x {tokens} tokens")
+        post = opened.enter_context(llamacpp(reference, context))
         for number, (text, ids) in enumerate(zip(texts, prompt_ids, strict=True), 1):
             expected = post("/tokenize", {"content": text, "add_special": True})["tokens"]
             if ids != expected:
                 problems.append(f"prompt {number}: our ids {ids}, llama.cpp's {expected}")
             output, banned = ask_llamacpp(post, ids, tokens)
             theirs.append(output)
-            if len(output) != tokens:
-                problems.append(f"prompt {number}: {len(output)} tokens of llama.cpp's")
     if banned != tokenizer.eog_ids:
         problems.append(
             f"ends of generation: ours {sorted(tokenizer.eog_ids)}, llama.cpp's {sorted(banned)}"
@@ -460,17 +499,14 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=len(LENGTHS))
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument(
-        "--reference",
-        type=Path,
-        help="another file of the same weights for llama.cpp, such as a float32 copy, with which "
-        "it rounds nothing",
+        "--widened", action="store_true", help="give llama.cpp a float32 copy of the weights"
     )
     options = parser.parse_args()
     report = compare(
         options.model,
         options.prompts,
         options.tokens,
-        reference=options.reference,
+        widened=options.widened,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     show(report, Tokenizer.from_file(options.model), options.tokens)

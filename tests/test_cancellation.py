@@ -230,7 +230,7 @@ async def test_cancelling_one_of_two_awaiters_cancels_the_request() -> None:
 
 async def test_a_shielded_awaiter_may_be_cancelled_without_harm() -> None:
     async with FakeModel(step_s=STEP_S).load() as engine:
-        inner = asyncio.create_task(engine.generate(PROMPT, max_tokens=5).result())
+        inner = asyncio.create_task(engine.generate(PROMPT, max_tokens=5, ignore_eos=True).result())
 
         async def wait() -> None:
             await asyncio.shield(inner)

@@ -406,3 +406,101 @@ def test_a_loop_that_ends_without_closing_does_not_hang() -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         kept.clear()
         gc.collect()
+
+
+def slow_chat(engine: AsyncEngine, seconds: float) -> None:
+    """Make the tokenizer take its time, as a long conversation does."""
+    quick = engine.tokenizer.encode_chat
+
+    def slow(messages: list[dict[str, str]], **more: object) -> list[int]:
+        time.sleep(seconds)
+        return quick(messages, **more)  # type: ignore[arg-type]
+
+    engine.tokenizer.encode_chat = slow  # type: ignore[method-assign, assignment]
+
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+async def test_closing_ends_a_request_that_is_still_being_encoded() -> None:
+    engine = await FakeModel().load()
+    slow_chat(engine, 0.3)
+    generation = engine.chat(HELLO, max_tokens=5)
+    await engine.aclose()
+    with pytest.raises(EngineClosedError):
+        await asyncio.wait_for(generation.result(), 2)
+    await generation.cancel()
+
+
+async def test_timeouts_and_cancels_do_not_wait_for_encoding() -> None:
+    async with FakeModel().load() as engine:
+        slow_chat(engine, 0.4)
+        started = time.perf_counter()
+        first = engine.chat(HELLO, timeout=0.05)
+        second = engine.chat(HELLO)
+        with pytest.raises(TimeoutError):
+            await first
+        await second.cancel()
+        assert time.perf_counter() - started < 0.3
+        assert (await second).finish_reason == "cancelled"
+
+
+async def test_an_automatic_name_may_be_a_users_name_too() -> None:
+    async with FakeModel(step_s=0.002).load() as engine:
+        mine = engine.generate(PROMPT, max_tokens=5, ignore_eos=True, request_id="request-1")
+        other = engine.generate([9, 9], max_tokens=7, ignore_eos=True)
+        assert len((await asyncio.wait_for(mine.result(), 2)).token_ids) == 5
+        assert len((await asyncio.wait_for(other.result(), 2)).token_ids) == 7
+
+
+async def test_the_name_of_a_dropped_request_may_be_used_at_once() -> None:
+    async with FakeModel(step_s=0.01).load() as engine:
+        old = engine.generate(PROMPT, max_tokens=500, ignore_eos=True, request_id="x")
+        await until(lambda: engine.stats().decoding == 1)
+        del old
+        new = engine.generate(PROMPT, max_tokens=8, ignore_eos=True, request_id="x")
+        assert len((await new).token_ids) == 8
+        await until(lambda: engine.stats().running == 0)
+
+
+async def test_finished_requests_are_forgotten_though_their_deadline_is_far() -> None:
+    async with FakeModel().load() as engine:
+        for _ in range(50):
+            await engine.generate(PROMPT, max_tokens=1, timeout=3600.0)
+        await engine.generate(PROMPT, max_tokens=1, timeout=float("inf"))
+        gc.collect()
+        kept = sum(type(item).__name__ == "Submission" for item in gc.get_objects())
+        assert kept <= 2
+
+
+async def test_awaiting_on_another_loop_does_not_cancel() -> None:
+    async with FakeModel(step_s=0.01).load() as engine:
+        generation = engine.generate(PROMPT, max_tokens=10, ignore_eos=True)
+
+        async def elsewhere() -> None:
+            with pytest.raises(RuntimeError, match="another event loop"):
+                await generation
+
+        await asyncio.to_thread(asyncio.run, elsewhere())
+        assert (await generation).finish_reason == "length"
+
+
+async def test_draining_works_from_another_loop() -> None:
+    engine = await FakeModel(step_s=0.01).load()
+    generation = engine.generate(PROMPT, max_tokens=10, ignore_eos=True)
+    await asyncio.to_thread(asyncio.run, engine.aclose(drain=True))
+    assert len((await generation).token_ids) == 10
+
+
+async def test_odd_messages_and_prompts_are_request_errors() -> None:
+    async with FakeModel().load() as engine:
+        for messages in (None, [5], "hi", {"role": "user"}):
+            with pytest.raises(RequestError, match="messages"):
+                engine.chat(messages)  # type: ignore[arg-type]
+        for prompt in (b"12345", bytes(8), {1: 2}, {3}):
+            with pytest.raises(RequestError, match="prompt"):
+                engine.generate(prompt)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="presence_penalty"):
+            engine.generate(PROMPT, presence_penalty=1e39)
+        done = await engine.generate(PROMPT, max_tokens=1, timeout=10**400, cache_salt="\ud800")
+        assert done.token_ids

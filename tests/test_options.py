@@ -21,7 +21,7 @@ ENDLESS = 10**5000  # an int that Python will not print
 
 # field: (values refused, words of the message beside the field's name)
 ENGINE: dict[str, tuple[list[Any], list[str]]] = {
-    "context_length": ([0, -1, 1.5, True, "auto", ENDLESS], ["whole number from 1", "None"]),
+    "context_length": ([0, 1, -1, 1.5, True, "auto", ENDLESS], ["whole number from 2", "None"]),
     "max_seqs": ([0, 4097, None, 2.0, True, "8"], ["whole number from 1 to 4096"]),
     "block_tokens": ([0, 1025, None, "16"], ["whole number from 1 to 1024"]),
     "chunk": ([0, None, "AUTO", 1.0, (1 << 20) + 1], ["whole number from 1", '"auto"']),
@@ -128,7 +128,7 @@ def test_overrides_are_typed_as_the_fields_are() -> None:
 @pytest.mark.parametrize(
     "good",
     [
-        {"context_length": 1, "max_seqs": 4096, "block_tokens": 1024, "chunk": 7},
+        {"context_length": 2, "max_seqs": 4096, "block_tokens": 1024, "chunk": 7},
         {"chunk_budget_ms": 1, "kv_bytes": 1 << 40, "moe_residency_bytes": 0, "max_waiting": 0},
         {"kv_store": Path("store"), "tune_dir": "dir", "kv_store_mode": "ro"},
         {"device": "cuda:11", "dtype": "bfloat16", "kv_dtype": "int8", "threads": 1024},

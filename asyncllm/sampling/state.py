@@ -96,15 +96,20 @@ class SamplingState:
 
     def _process(self, row: Tensor, number: int) -> None:
         processor = self.spec.params.logits_processors[number]
-        name = f"logits_processors[{number}] ({getattr(processor, '__qualname__', processor)})"
+        kind = getattr(processor, "__qualname__", type(processor).__name__)
+        name = f"logits_processors[{number}] ({kind})"
         # Copies, so that whatever a callable keeps or changes is its own.
         try:
             result = processor([*self.spec.prompt_ids, *self.output_ids], row.clone())
             found = _unfit(result, row)
             if found is None:
                 row.copy_(result.detach())
-        except Exception as cause:
-            raise RequestError(f"{name} raised {type(cause).__name__}: {cause}") from cause
+        except BaseException as cause:  # SystemExit and the like are this request's fault too
+            try:
+                what = f"{type(cause).__name__}: {cause}"
+            except Exception:  # even its message may raise
+                what = type(cause).__name__
+            raise RequestError(f"{name} raised {what}") from cause
         if found is None:
             peak = float(row.amax())
             if math.isfinite(peak):
