@@ -1,6 +1,7 @@
 """Compare greedy tokens with llama.cpp's on the same GGUF file.
 
 Usage: python scripts/compare_llamacpp.py MODEL.gguf [--prompts 32] [--tokens 64] [--widened]
+       [--threads 1]
 
 Both sides get the same token ids, after it was checked that both make the same ids of the text, and
 neither may choose an end-of-generation token. llama.cpp rounds activations to 8 bits where weights
@@ -24,6 +25,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -195,7 +197,7 @@ def prompts(tokenizer: Tokenizer, count: int) -> list[str]:
 
 
 @contextmanager
-def llamacpp(model: Path, context: int) -> Iterator[Post]:
+def llamacpp(model: Path, context: int, threads: int) -> Iterator[Post]:
     """A llama.cpp server in this process; gives a function that posts JSON to a path of it."""
     import xllamacpp
 
@@ -206,9 +208,7 @@ def llamacpp(model: Path, context: int) -> Iterator[Post]:
     params.n_gpu_layers = 0
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    # Its threads spin while they wait for each other, which on a busy machine costs far more than
-    # a second one brings.
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.cache_ram_mib = params.n_ctx_checkpoints = params.verbosity = 0
     params.warmup = False
     server = xllamacpp.Server(params)
@@ -255,10 +255,10 @@ def ask_llamacpp(post: Post, ids: Sequence[int], tokens: int) -> tuple[list[int]
 
 
 async def ask_engine(
-    model: Path, prompt_ids: Sequence[Sequence[int]], tokens: int, context: int
+    model: Path, prompt_ids: Sequence[Sequence[int]], tokens: int, context: int, threads: int
 ) -> list[tuple[int, ...]]:
     """Greedy output of ours for all the prompts, as many at a time as the engine runs."""
-    async with AsyncEngine.load(model, context_length=context) as engine:
+    async with AsyncEngine.load(model, context_length=context, threads=threads) as engine:
         generations = [
             engine.generate(
                 ids,
@@ -396,6 +396,7 @@ def compare(
     tokens: int,
     *,
     widened: bool = False,
+    threads: int = 1,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Compare the first `count` prompts over `tokens` output tokens each.
@@ -405,8 +406,11 @@ def compare(
         count: prompts, at most as many as `LENGTHS`.
         tokens: output tokens of each.
         widened: give llama.cpp a float32 copy of the weights, made for this comparison.
+        threads: of llama.cpp and of torch.
         progress: told what is being done.
     """
+    from asyncllm.runner.threads import use_threads
+
     started = time.perf_counter()
 
     def say(what: str) -> None:
@@ -427,7 +431,7 @@ def compare(
             reference = folder / "widened.gguf"
             write_widened(model, reference)
         say(f"llama.cpp generates {count} x {tokens} tokens")
-        post = opened.enter_context(llamacpp(reference, context))
+        post = opened.enter_context(llamacpp(reference, context, threads))
         for number, (text, ids) in enumerate(zip(texts, prompt_ids, strict=True), 1):
             expected = post("/tokenize", {"content": text, "add_special": True})["tokens"]
             if ids != expected:
@@ -440,12 +444,18 @@ def compare(
         )
 
     say("our engine generates the same")
-    ours = asyncio.run(ask_engine(model, prompt_ids, tokens, context))
+    ours = asyncio.run(ask_engine(model, prompt_ids, tokens, context, threads))
     say("the plain forward judges llama.cpp's tokens")
-    with closing(PlainForward(model, context)) as forward:
-        comparisons = tuple(
-            judge(forward, tokenizer, *each) for each in zip(prompt_ids, ours, theirs, strict=True)
-        )
+
+    def judge_all() -> tuple[Comparison, ...]:
+        # On a thread of its own, where the number of torch's threads is nobody else's.
+        use_threads(threads)
+        with closing(PlainForward(model, context)) as forward:
+            every = zip(prompt_ids, ours, theirs, strict=True)
+            return tuple(judge(forward, tokenizer, *each) for each in every)
+
+    with ThreadPoolExecutor(1) as thread:
+        comparisons = thread.submit(judge_all).result()
     say("done")
     for number, found in enumerate(comparisons, 1):
         problems += [
@@ -501,12 +511,16 @@ def main() -> int:
     parser.add_argument(
         "--widened", action="store_true", help="give llama.cpp a float32 copy of the weights"
     )
+    # The threads of both sides spin while they wait for each other: on a machine that is not idle
+    # more than one cost far more than they bring.
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     report = compare(
         options.model,
         options.prompts,
         options.tokens,
         widened=options.widened,
+        threads=options.threads,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     show(report, Tokenizer.from_file(options.model), options.tokens)

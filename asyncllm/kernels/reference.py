@@ -30,7 +30,7 @@ KEY_MULTIPLE: Final = 16
 KEY_RUN: Final = 128
 
 # Weights unpacked at a time. Larger slabs mean fewer calls, smaller ones stay in the caches.
-SLAB_WEIGHTS: Final = 1 << 20
+SLAB_WEIGHTS: Final = 1 << 19
 
 
 def padded_rows(rows: int) -> int:
