@@ -263,7 +263,7 @@ class EngineThread:
             self._end(submission, None)
         elif submission.error is not None:
             self._end(submission, submission.error)
-        elif request is not None:
+        elif request is not None and not submission.scheduled:  # both messages may find it encoded
             for sequence in request.sequences:
                 sequence.text = self._loaded.new_text(submission.params)
             try:

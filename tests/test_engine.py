@@ -504,3 +504,14 @@ async def test_odd_messages_and_prompts_are_request_errors() -> None:
             engine.generate(PROMPT, presence_penalty=1e39)
         done = await engine.generate(PROMPT, max_tokens=1, timeout=10**400, cache_salt="\ud800")
         assert done.token_ids
+
+
+async def test_a_prompt_encoded_before_its_announcement_is_read_runs_once() -> None:
+    async with FakeModel(step_s=0.05).load() as engine:
+        other = engine.generate(PROMPT, max_tokens=20, ignore_eos=True)
+        await until(lambda: engine.stats().decoding == 1)
+        # The thread is inside a step: announcement and encoded prompt wait in its queue together.
+        chats = [engine.chat(HELLO, max_tokens=3, ignore_eos=True) for _ in range(5)]
+        assert [len((await chat).token_ids) for chat in chats] == [3] * 5
+        await other.cancel()
+        assert engine.stats().kv_blocks_used == 0
