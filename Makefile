@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.demo
-	$(BIN)/asyncllm run "$$($(BIN)/python scripts/models.py smollm2)" "$(PROMPT)"
+	$(BIN)/asyncllm run "$$($(BIN)/python scripts/models.py smollm2)" "$(PROMPT)" --max-tokens 200
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncllm.engine import AsyncEngine
-from asyncllm.errors import AsyncLLMError
+from asyncllm.errors import AsyncLLMError, RequestError
 from asyncllm.generation import Generation
 from asyncllm.info import LoadProgress
 from asyncllm.options import EngineOptions, SamplingParams
@@ -72,7 +72,8 @@ def _run_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncllm run",
         description="Stream an answer to stdout. A model with a chat template is spoken to as a "
-        "chat; without PROMPT a conversation is read from the terminal.",
+        "chat. Without PROMPT a conversation is read from a terminal; from a pipe all of it is "
+        "one prompt.",
     )
     parser.add_argument("model", metavar="MODEL", help="a GGUF file")
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - reads stdin")
@@ -124,6 +125,8 @@ async def _run(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         prompt = await asyncio.to_thread(sys.stdin.read)
+    if prompt is not None and not prompt.strip():
+        raise RequestError("the prompt is empty")
     async with AsyncEngine.load(arguments.model, options, on_progress=_progress) as engine:
         chats = engine.tokenizer.chat_template is not None and not arguments.raw
         opening = [{"role": "system", "content": arguments.system}] if arguments.system else []

@@ -8,8 +8,9 @@ Usage: MODEL=model.gguf uvicorn examples.fastapi_app:app
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Annotated
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import StreamingResponse
 
 from asyncllm import AsyncEngine
@@ -26,7 +27,12 @@ app = FastAPI(lifespan=lifespan)
 
 
 @app.get("/generate")
-async def generate(request: Request, prompt: str, max_tokens: int = 256) -> StreamingResponse:
+async def generate(
+    request: Request,
+    # What can be refused is refused here: once the response has begun, its status is sent.
+    prompt: Annotated[str, Query(min_length=1)],
+    max_tokens: Annotated[int, Query(ge=1)] = 256,
+) -> StreamingResponse:
     engine: AsyncEngine = request.app.state.engine
     generation = engine.generate(prompt, max_tokens=max_tokens)
 

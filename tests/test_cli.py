@@ -32,6 +32,8 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
         (["info", str(page)], "HTML"),
         (["run", str(page), "hi", "--temperature", "-1"], "temperature"),
         (["info", str(page), "--max-seqs", "0"], "max_seqs"),
+        (["run", str(page)], "prompt is empty"),
+        (["run", str(page), ""], "prompt is empty"),
     ):
         done = asyncllm(*arguments)
         assert done.returncode == 1

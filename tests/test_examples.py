@@ -90,6 +90,8 @@ async def test_a_client_that_disconnects_frees_its_blocks(
                     break
                 await asyncio.sleep(0.05)
             assert left == {"running": 0, "kv_blocks_used": 0}
+            for bad in ({"prompt": ""}, {"prompt": "a", "max_tokens": "0"}):
+                assert (await client.get(f"{url}/generate", params=bad)).status_code == 422
             short: dict[str, str | int] = {"prompt": "The capital of France is", "max_tokens": 4}
             assert "Paris" in (await client.get(f"{url}/generate", params=short)).text
         server.should_exit = True

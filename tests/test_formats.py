@@ -186,3 +186,15 @@ def test_the_table_of_formats_loads_neither_torch_nor_gguf() -> None:
         "sys.exit(bool({'torch', 'gguf', 'numpy'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (3, 64), (7, 96), (33, 256), (910, 576)])
+def test_paired_weights_are_the_unpacked_ones_in_another_order(rows: int, columns: int) -> None:
+    layout = BY_NAME["Q4_1"]
+    assert unpack_module.unpacks_paired(layout, torch.device("cpu"))
+    rng = np.random.default_rng(rows)
+    noise = rng.integers(0, 256, (rows, layout.row_bytes(columns)), dtype=np.uint8)
+    for raw in (random_blocks(layout, rows, columns, rng), noise):
+        paired = unpack_module.unpack_paired(torch.from_numpy(raw.copy()), columns)
+        in_order = torch.from_numpy(unpack(layout, raw))
+        assert_same_bits(paired.numpy(), unpack_module.paired_columns(in_order).numpy())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -60,7 +61,8 @@ async def test_tokens_do_not_depend_on_company_chunks_preemption_or_prefix_hits(
         first, second = await answers(engine, PROMPTS), await answers(engine, PROMPTS)
         assert [done.token_ids for done in first] == alone
         assert [done.token_ids for done in second] == alone
-        assert sum(done.usage.cached_tokens for done in second) >= 160
+        whole_blocks = [(done.usage.prompt_tokens - 1) // 16 * 16 for done in second]
+        assert [done.usage.cached_tokens for done in second] == whole_blocks
         again = await answers(engine, [PROMPTS[1]] * 2, temperature=1.0, seed=7)
         assert {done.token_ids for done in again} == {seeded.token_ids}
 
@@ -259,4 +261,4 @@ async def test_a_blocked_loop_costs_no_steps(smollm2_path: Path) -> None:
 
         rates = [(await steps(blocked), await steps(free)) for _ in range(3)]
         await generation.cancel()
-    assert max(b / f for b, f in rates) >= 0.95, rates
+    assert statistics.median(b / f for b, f in rates) >= 0.95, rates

@@ -95,9 +95,3 @@ class KernelTable:
                 return row.run
             self.refusals[operation, format, device, row.name] = reason
         raise LookupError(f"no kernel for {operation} of format {format} on {device}")
-
-    def strike(self, run: Callable[..., None], reason: str) -> None:
-        """Take a kernel that failed out of the table and record why."""
-        for row in [row for row in self._rows if row.run is run]:
-            self._rows.remove(row)
-            self.refusals[row.operation, None, "", row.name] = reason

@@ -61,12 +61,6 @@ class SamplingState:
             with torch.inference_mode():
                 self._penalties.count(token)
 
-    def rewind(self, count: int) -> None:
-        """Forget all output tokens but the first `count`, as if they had never been chosen."""
-        if count < len(self.output_ids):
-            del self.output_ids[count:]
-            self._penalties = None
-
     def edit(self, row: Tensor) -> None:
         """Change the next token's logits as the parameters ask, in the order `Sampler` documents.
 
