@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from asyncllm import telemetry
-from asyncllm.checkpoint.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from asyncllm.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from asyncllm.engine_thread import Face, Loading, Parts
 from asyncllm.errors import CorruptCheckpointError, ModelLoadError, OptionsError, RequestError
 from asyncllm.info import LoadProgress, LoadStage, ModelInfo
@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 
     from asyncllm.kv.pool import KvPool
     from asyncllm.model.config import ModelConfig
-    from asyncllm.runner.plain import PlainRunner
+    from asyncllm.runner.backend import Backend
+    from asyncllm.runner.runner import StepRunner
 
 STAGES = (
     *("options", "backend", "checkpoint", "configuration", "tokenizer", "weights", "kv-pool"),
-    "warm-up",
+    *("kernels", "warm-up"),
 )
-WARM_UP_ROWS = 64  # plain torch has nothing to compile that a longer chunk would find
+WARM_UP_ROWS = 64  # everything is compiled by then; it brings memory and caches up
+
+# About as many kernels a model needs; only for the fraction that progress shows.
+KERNELS = 16
 
 # The checkpoint's generation defaults: its key to the sampling parameter.
 DEFAULTS = {
@@ -69,11 +73,16 @@ class _Stages:
         if self.loading.should_stop():
             raise ModelLoadError("loading was given up")
 
-    def bound(self, tensor: TensorInfo) -> None:
-        """A tensor was bound; give up here if that is wanted."""
+    def bound(self, nbytes: int) -> None:
+        """So many bytes more are where they stay; give up here if that is wanted."""
         self.check()
-        self.bytes_done += tensor.nbytes
+        self.bytes_done += nbytes
         self.report("weights", self.bytes_done / max(1, self.bytes_total))
+
+    def compiled(self, name: str, count: int) -> None:
+        """A kernel had to be compiled, the first time on this machine."""
+        telemetry.record("kernel-compiled", kernel=name)
+        self.report(f"compiling {name}", min(1.0, count / KERNELS))
 
 
 def build(model: StrPath, options: EngineOptions, loading: Loading) -> Parts:
@@ -94,27 +103,26 @@ def build(model: StrPath, options: EngineOptions, loading: Loading) -> Parts:
     with stages.stage("backend"):
         import torch
 
-        from asyncllm.runner.threads import use_threads
+        from asyncllm.runner.backend import choose_backend
 
-        threads = use_threads(options.threads)
+        backend = choose_backend(options, stages.compiled)
     with torch.inference_mode():
-        return _build(model, options, loading, stages, threads)
+        return _build(model, options, loading, stages, backend)
 
 
 def _build(
-    model: StrPath, options: EngineOptions, loading: Loading, stages: _Stages, threads: int
+    model: StrPath, options: EngineOptions, loading: Loading, stages: _Stages, backend: Backend
 ) -> Parts:
     from asyncllm.kv.blocks import KvCache
     from asyncllm.kv.pool import KvPool
     from asyncllm.model.causal_lm import CausalLM
     from asyncllm.model.config import ModelConfig
-    from asyncllm.runner.plain import PlainRunner
     from asyncllm.scheduler.chunking import ChunkPolicy
     from asyncllm.scheduler.scheduler import Scheduler
     from asyncllm.text.stream import TextStream
     from asyncllm.text.tokenizer import Tokenizer
 
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as opened, contextlib.ExitStack() as unfinished:
         with stages.stage("checkpoint"):
             # The map outlives the checkpoint: bound weights look into it.
             checkpoint = opened.enter_context(open_checkpoint(model))
@@ -124,7 +132,9 @@ def _build(
             longest = options.context_length or config.context_length
             size = options.chunk if options.chunk == "auto" else min(options.chunk, longest)
             chunk = ChunkPolicy(size, options.chunk_budget_ms)
-            groups, context_length = _layer_groups(config, options, chunk.maximum)
+            backend.suit(config, options.block_tokens)
+            kv_dtype = _kv_dtype(options, backend)
+            groups, context_length = _layer_groups(config, options, chunk.maximum, kv_dtype)
         with stages.stage("tokenizer"):
             tokenizer = Tokenizer.from_metadata(checkpoint.metadata, str(checkpoint.path))
             _check_vocabulary(checkpoint, config, tokenizer.vocab_size)
@@ -134,28 +144,33 @@ def _build(
                 config,
                 context_length=context_length,
                 widen_weights=options.widen_weights,
-                on_tensor=stages.bound,
+                on_tensor=lambda tensor: stages.bound(0 if backend.packs else tensor.nbytes),
             )
+            backend.pack(causal_lm, stages.bound)
         with stages.stage("kv-pool"):
             pool = KvPool(
                 groups,
                 block_tokens=options.block_tokens,
                 kv_heads=config.kv_heads,
                 head_dim=config.head_dim,
-                dtype=_kv_dtype(options),
+                dtype=kv_dtype,
             )
-            runner = PlainRunner(
+        with stages.stage("kernels"):
+            runner = backend.runner(
                 causal_lm,
                 pool,
                 vocab_size=tokenizer.vocab_size,
                 max_rows=chunk.maximum + options.max_seqs,
-                threads=threads,
+                max_sequences=options.max_seqs,
                 should_stop=loading.should_stop,
             )
+            unfinished.callback(runner.close)
+            del causal_lm  # where the weights were packed anew, the checkpoint's are let go
         with stages.stage("warm-up"):
             _throwaway_steps(runner, pool, min(WARM_UP_ROWS, chunk.maximum, context_length - 1))
-        info = _info(checkpoint, config, options, groups, context_length, tuple(stages.done))
+        info = _info(checkpoint, config, options, backend, groups, context_length, stages)
         defaults = _generation_defaults(checkpoint)
+        unfinished.pop_all()
     cache = KvCache(
         groups,
         block_tokens=options.block_tokens,
@@ -195,16 +210,16 @@ def _refuse_what_is_not_there(options: EngineOptions) -> None:
         raise OptionsError(f'dtype={options.dtype!r}: on a CPU accepted are "auto" and "float32"')
 
 
-def _kv_dtype(options: EngineOptions) -> torch.dtype:
+def _kv_dtype(options: EngineOptions, backend: Backend) -> torch.dtype:
     import torch
 
-    name = "float32" if options.kv_dtype == "auto" else options.kv_dtype
+    name = backend.kv_dtype if options.kv_dtype == "auto" else options.kv_dtype
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def _layer_groups(
-    config: ModelConfig, options: EngineOptions, chunk: int
+    config: ModelConfig, options: EngineOptions, chunk: int, kv_dtype: torch.dtype
 ) -> tuple[tuple[LayerGroup, ...], int]:
     """Layer groups with their capacities, and the context length that goes with them."""
     from asyncllm.kv.pool import layer_groups
@@ -222,7 +237,7 @@ def _layer_groups(
         max_seqs=options.max_seqs,
         context_length=context_length,
         kv_bytes=options.kv_bytes,
-        dtype=_kv_dtype(options),
+        dtype=kv_dtype,
     )
     if asked is None:
         held = (g.capacity * options.block_tokens for g in groups if g.window is None)
@@ -252,7 +267,7 @@ def _generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
     return found
 
 
-def _throwaway_steps(runner: PlainRunner, pool: KvPool, rows: int) -> None:
+def _throwaway_steps(runner: StepRunner, pool: KvPool, rows: int) -> None:
     """A chunk and some decode steps into the null blocks, so that no request is the first."""
     params = SamplingParams().resolved({})
     spec = SamplingSpec(params, 0, 0, (0,) * rows, frozenset())
@@ -270,9 +285,10 @@ def _info(
     checkpoint: Checkpoint,
     config: ModelConfig,
     options: EngineOptions,
+    backend: Backend,
     groups: tuple[LayerGroup, ...],
     context_length: int,
-    stages: tuple[LoadStage, ...],
+    stages: _Stages,
 ) -> ModelInfo:
     tensors = checkpoint.tensors.values()
     full = [g.capacity * options.block_tokens for g in groups if g.window is None]
@@ -288,9 +304,9 @@ def _info(
         kv_ceiling_bytes=sum(group.capacity * group.block_bytes for group in groups),
         device="cpu",
         dtype="float32",
-        kv_dtype="float32" if options.kv_dtype == "auto" else options.kv_dtype,
-        backend="plain torch",
-        backend_notes=("faster CPU and GPU backends are not part of this version",),
-        deterministic=False,
-        load_stages=stages,
+        kv_dtype=backend.kv_dtype if options.kv_dtype == "auto" else options.kv_dtype,
+        backend=backend.name,
+        backend_notes=tuple(backend.notes),
+        deterministic=backend.deterministic,
+        load_stages=tuple(stages.done),
     )

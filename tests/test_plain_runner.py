@@ -26,7 +26,8 @@ from asyncllm.loading import _throwaway_steps
 from asyncllm.model.causal_lm import CausalLM
 from asyncllm.model.config import ModelConfig
 from asyncllm.options import SamplingParams
-from asyncllm.runner.plain import LOGITS_ROWS, PlainRunner
+from asyncllm.runner.plain import PlainRunner
+from asyncllm.runner.runner import LOGITS_ROWS
 from asyncllm.scheduler.chunking import ChunkPolicy
 from asyncllm.scheduler.request import Request, State
 from asyncllm.scheduler.scheduler import Scheduler

@@ -109,8 +109,12 @@ class PlainProgram:
         self.forward([Chunk(tokens[offset : offset + count], offset, sequence)])
         return self.logits([count - 1])[0]
 
-    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+    def forward(self, chunks: Sequence[Chunk], wanted: Sequence[int] = ()) -> Tensor:
         """One pass over the weights for all the chunks' rows.
+
+        Args:
+            chunks: rows of some sequences.
+            wanted: of no use here: logits are made when they are asked for.
 
         Returns:
             Normed hidden states, float32 [rows, embedding], chunk after chunk; valid until the
@@ -153,6 +157,9 @@ class PlainProgram:
         if config.final_softcap:
             self._softcap(logits, config.final_softcap)
         return logits
+
+    def most_likely(self, rows: Sequence[int]) -> None:
+        """The sampler finds the most likely tokens."""
 
     def _batch(self, chunks: Sequence[Chunk]) -> _Batch:
         tokens = [token for chunk in chunks for token in chunk.tokens]

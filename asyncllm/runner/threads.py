@@ -32,6 +32,20 @@ def available_cores() -> int:
     return cores
 
 
+def physical_cores() -> int:
+    """Cores this process may use, those that share one counted once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return available_cores()
+    cores = set()
+    for number in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text())
+        except OSError:
+            cores.add(str(number))
+    return min(len(cores), available_cores())
+
+
 def use_threads(wanted: int | None) -> int:
     """Set the calling thread's number; returns what torch then uses there.
 

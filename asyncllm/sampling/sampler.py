@@ -15,7 +15,7 @@ from asyncllm.sampling.philox import uniform
 from asyncllm.sampling.state import SamplingState
 from asyncllm.scheduler.step import TokenLogprob
 
-__all__ = ["Sampled", "Sampler", "SamplingState", "prompt_logprobs"]
+__all__ = ["Sampled", "Sampler", "SamplingState", "prompt_logprobs", "sick_logits"]
 
 _BLOCK = 512  # logits under one partial maximum
 
@@ -78,7 +78,7 @@ class Sampler:
             if state.fault is not None:
                 faults[row] = state.fault
             elif not math.isfinite(peak):
-                faults[row] = RequestError(f"the model's logits are {_amiss(peak)}")
+                faults[row] = sick_logits(peak)
 
         telling = [i for i, state in enumerate(states) if state.wants_logprobs and i not in faults]
         raw = _rows(logits, telling).log_softmax(-1) if telling else None
@@ -122,6 +122,11 @@ class Sampler:
                 state.append(tokens[row])
                 results.append(Sampled(tokens[row], logprobs.get(row)))
         return results
+
+
+def sick_logits(peak: float) -> RequestError:
+    """What fails a row whose largest logit is no finite number."""
+    return RequestError(f"the model's logits are {_amiss(peak)}")
 
 
 def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], k: int) -> list[TokenLogprob]:

@@ -54,6 +54,11 @@ class SamplingState:
         """Whether `edit` would change the next token's logits."""
         return self._always_edits or len(self.output_ids) < self.spec.params.min_tokens
 
+    @property
+    def takes_most_likely(self) -> bool:
+        """Whether the next token is simply the most likely one, and nothing more is asked."""
+        return self.greedy and self.fault is None and not self.wants_logprobs and not self.edits
+
     def append(self, token: int) -> None:
         """Add an output token; it counts for penalties from now on."""
         self.output_ids.append(token)

@@ -1,0 +1,168 @@
+"""Which program runs a model's steps, and why not a faster one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncllm import telemetry
+from asyncllm.model.causal_lm import CausalLM
+from asyncllm.runner.plain import PlainRunner
+from asyncllm.runner.threads import physical_cores, use_threads
+
+if TYPE_CHECKING:
+    from asyncllm.kernels.cpu.compiled import KernelLibrary
+    from asyncllm.kernels.cpu.isa import Isa
+    from asyncllm.kv.pool import KvPool
+    from asyncllm.model.config import ModelConfig
+    from asyncllm.options import EngineOptions
+    from asyncllm.runner.runner import StepRunner
+
+
+@dataclass(slots=True)
+class Backend:
+    """The choice, made before weights are read.
+
+    Attributes:
+        threads: that work on a step.
+        wanted_threads: as the options have it.
+        name: what `ModelInfo.backend` says.
+        kv_dtype: type K and V are kept in unless another is asked for.
+        deterministic: whether a row's arithmetic is the same whatever rows run beside it.
+        notes: why no faster backend serves, and how to get it.
+        library: of compiled kernels; `None` on the plain path.
+        isa: which form of them.
+        tiles: the weights as they compute with them, between packing and the runner.
+    """
+
+    threads: int
+    wanted_threads: int | None = None
+    name: str = "plain torch"
+    kv_dtype: str = "float32"
+    deterministic: bool = False
+    notes: list[str] = field(default_factory=list)
+    library: KernelLibrary | None = None
+    isa: Isa | None = None
+    tiles: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def packs(self) -> bool:
+        """Whether weights are brought into another form."""
+        return self.library is not None
+
+    def note(self, reason: str) -> None:
+        """Say why no faster backend serves."""
+        self.notes.append(reason)
+        telemetry.record("load-stage", stage="backend", backend=self.name, reason=reason)
+
+    def suit(self, config: ModelConfig, block_tokens: int) -> None:
+        """Fall back to the plain path where a model's shape asks for it."""
+        if self.library is None:
+            return
+        from asyncllm.runner.cpu_step import refusal
+
+        reason = refusal(config, block_tokens)
+        if reason is not None:
+            self._fall_back(reason)
+
+    def pack(self, model: CausalLM, on_tiles: Callable[[int], None]) -> None:
+        """Bring the weights into the form that the backend computes with."""
+        if self.library is None:
+            return
+        from asyncllm.runner.cpu_step import pack_model
+
+        try:
+            self.tiles = pack_model(model, self.library, self.threads, on_tiles)
+        except (ArithmeticError, LookupError, ValueError, OSError) as error:
+            self._fall_back(f"weights cannot be repacked: {error}")
+
+    def runner(
+        self,
+        model: CausalLM,
+        pool: KvPool,
+        *,
+        vocab_size: int,
+        max_rows: int,
+        max_sequences: int,
+        should_stop: Callable[[], bool],
+    ) -> StepRunner:
+        """The runner; the plain one where kernels cannot be compiled."""
+        if self.library is not None and self.isa is not None:
+            from asyncllm.runner.cpu_step import CpuProgram, CpuRunner
+
+            try:
+                program = CpuProgram(
+                    model,
+                    self.tiles,
+                    pool,
+                    library=self.library,
+                    isa=self.isa,
+                    vocab_size=vocab_size,
+                    max_rows=max_rows,
+                    max_sequences=max_sequences,
+                    threads=self.threads,
+                    should_stop=should_stop,
+                )
+            except Exception as error:  # whatever a compiler may raise
+                self._fall_back(f"kernels cannot be compiled: {error!r}")
+            else:
+                self.tiles = {}
+                return CpuRunner(program, pool, vocab_size=vocab_size)
+        return PlainRunner(
+            model,
+            pool,
+            vocab_size=vocab_size,
+            max_rows=max_rows,
+            threads=self.threads,
+            should_stop=should_stop,
+        )
+
+    def _fall_back(self, reason: str) -> None:
+        self.name, self.kv_dtype, self.deterministic = "plain torch", "float32", False
+        self.library = self.isa = None
+        self.tiles = {}
+        self.threads = use_threads(self.wanted_threads)
+        self.note(reason)
+
+
+def choose_backend(
+    options: EngineOptions, on_compiled: Callable[[str, int], None] = lambda name, count: None
+) -> Backend:
+    """The fastest backend that this machine has; `Backend.suit` says whether a model can have it.
+
+    Args:
+        options: of the engine.
+        on_compiled: told of each kernel that had to be compiled, and how many that makes.
+    """
+    reason = None
+    if options.widen_weights:
+        reason = "widen_weights=True asks for the plain path"
+    elif find_spec("numba") is None:
+        reason = 'numba is not installed: pip install "asyncllm[cpu]" brings the fast CPU kernels'
+    if reason is not None:
+        backend = Backend(use_threads(options.threads), options.threads)
+        backend.note(reason)
+        return backend
+    from asyncllm.kernels.cpu.compiled import KernelLibrary
+    from asyncllm.kernels.cpu.isa import detect_isa
+    from asyncllm.kernels.cpu.team import can_team
+
+    use_threads(1)  # torch only chooses tokens now
+    isa = detect_isa()
+    directory = None if options.tune_dir is None else Path(options.tune_dir)
+    backend = Backend(
+        options.threads or physical_cores(),
+        options.threads,
+        name=f"numba {isa.name.lower().replace('_', '-')}",
+        kv_dtype="float16",
+        deterministic=True,
+        library=KernelLibrary(directory, on_compiled),
+        isa=isa,
+    )
+    if backend.threads > 1 and not can_team():
+        backend.threads = 1
+        backend.note("threads cannot wait for each other on this system: one does all the work")
+    return backend

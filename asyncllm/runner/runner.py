@@ -1,0 +1,180 @@
+"""`StepRunner`: executes plans with a program that computes on the spot, all rows in one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from asyncllm.model.program import Chunk
+from asyncllm.sampling.sampler import (
+    Sampled,
+    Sampler,
+    SamplingState,
+    prompt_logprobs,
+    sick_logits,
+)
+from asyncllm.scheduler.step import (
+    DecodeMode,
+    Row,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
+
+if TYPE_CHECKING:
+    from asyncllm.kv.pool import KvPool
+
+# Rows of logits made at a time; it bounds their buffer, whatever is asked for.
+LOGITS_ROWS: Final = 32
+
+
+class Program(Protocol):
+    """What computes: the plain one, operation by operation, or one that is fused."""
+
+    def forward(self, chunks: Sequence[Chunk], wanted: Sequence[int] = ()) -> object:
+        """One pass over the weights.
+
+        Args:
+            chunks: rows of some sequences.
+            wanted: rows whose logits will be asked for next, at most `LOGITS_ROWS`; a program may
+                make them in the same pass.
+        """
+
+    def logits(self, rows: Sequence[int]) -> Tensor:
+        """Logits of some rows of the last pass, float32 [rows, vocabulary or more]."""
+
+    def most_likely(self, rows: Sequence[int]) -> list[tuple[int, float]] | None:
+        """The most likely token of each row and its logit, where the program finds them itself."""
+
+
+class StepRunner:
+    """Runs a program. The work is done in `submit`.
+
+    Args:
+        program: what computes.
+        pool: where K and V are; closed with the runner.
+        vocab_size: tokens that may be chosen; the embedding may have more rows, as padding.
+        name: of the backend, for the reason that it does not pipeline.
+    """
+
+    one_step_ahead = False
+
+    def __init__(self, program: Program, pool: KvPool, *, vocab_size: int, name: str) -> None:
+        self.decode_refusals: dict[DecodeMode, str] = {
+            "pipelined": f"{name} finishes a step before the next is planned"
+        }
+        self._program = program
+        self._pool = pool
+        self._vocab_size = vocab_size
+        self._sampler = Sampler(vocab_size)
+        self._states: dict[int, SamplingState] = {}
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        """Do the step; the ticket is its result.
+
+        Raises:
+            StepInterrupted: the engine is ending.
+        """
+        started = perf_counter()
+        for sequence_id in plan.released:
+            self._states.pop(sequence_id, None)
+        with torch.inference_mode():
+            for copy in plan.copies:
+                self._pool.copy(copy.group, copy.source, copy.target)
+            rows = self._run(plan.rows) if plan.rows else ()
+        return StepResult(rows, perf_counter() - started)
+
+    def collect(self, ticket: StepResult) -> StepResult:
+        return ticket
+
+    def tune(self, plan: StepPlan) -> None:
+        """Make what choices only timing a decode step can make; `plan` is one."""
+
+    def grow(self, group: int, blocks: int) -> int:
+        return self._pool.grow(group, blocks)
+
+    def close(self) -> None:
+        """Let go of weights and K/V. Idempotent."""
+        self._states.clear()
+        self._pool.close()
+
+    def _run(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
+        states = [self._state(row) for row in rows]
+        chunks = [
+            Chunk(
+                # A chained row whose sequence just failed has no token; any will do.
+                (state.output_ids or [0])[-1:] if row.chained else row.tokens,
+                row.offset,
+                row.block_tables,
+            )
+            for row, state in zip(rows, states, strict=True)
+        ]
+        first, firsts = 0, []
+        for row in rows:
+            firsts.append(first)
+            first += row.count
+        wanting = [index for index, row in enumerate(rows) if row.wants_token]
+        parts = [wanting[at : at + LOGITS_ROWS] for at in range(0, len(wanting), LOGITS_ROWS)]
+        last = [firsts[index] + row.count - 1 for index, row in enumerate(rows)]
+        self._program.forward(chunks, [last[index] for index in parts[0]] if parts else ())
+        chosen: dict[int, Sampled | Exception] = {}
+        for part in parts:
+            found = self._choose([last[index] for index in part], [states[index] for index in part])
+            chosen |= zip(part, found, strict=True)
+        scores = [self._scores(row, start) for row, start in zip(rows, firsts, strict=True)]
+        return tuple(
+            _result(row, chosen.get(index), scores[index]) for index, row in enumerate(rows)
+        )
+
+    def _choose(
+        self, rows: Sequence[int], states: Sequence[SamplingState]
+    ) -> list[Sampled | Exception]:
+        if all(state.takes_most_likely for state in states):
+            likely = self._program.most_likely(rows)
+            if likely is not None:
+                return [_taken(*each, state) for each, state in zip(likely, states, strict=True)]
+        logits = self._program.logits(rows)[:, : self._vocab_size]
+        return self._sampler.sample(logits, states)
+
+    def _state(self, row: Row) -> SamplingState:
+        state = self._states.get(row.sequence_id)
+        if state is None:
+            state = self._states[row.sequence_id] = SamplingState(row.sampling, self._vocab_size)
+        return state
+
+    def _scores(self, row: Row, start: int) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of the prompt tokens that follow the row's, in bounded slices."""
+        wanted = row.sampling.params.prompt_logprobs
+        if wanted is None:
+            return ()
+        following = row.sampling.prompt_ids[row.offset + 1 : row.offset + row.count + 1]
+        scores: list[TokenLogprob] = []
+        for at in range(0, len(following), LOGITS_ROWS):
+            part = following[at : at + LOGITS_ROWS]
+            numbers = range(start + at, start + at + len(part))
+            logits = self._program.logits(numbers)[:, : self._vocab_size]
+            scores += prompt_logprobs(logits, part, wanted)
+        return tuple(scores)
+
+
+def _taken(token: int, logit: float, state: SamplingState) -> Sampled | Exception:
+    if not math.isfinite(logit):
+        return sick_logits(logit)
+    state.append(token)
+    return Sampled(token)
+
+
+def _result(
+    row: Row, chosen: Sampled | Exception | None, scores: tuple[TokenLogprob, ...]
+) -> RowResult:
+    if isinstance(chosen, Exception):
+        return RowResult(row.sequence_id, row.epoch, error=chosen)
+    if chosen is None:
+        return RowResult(row.sequence_id, row.epoch, prompt_logprobs=scores)
+    return RowResult(row.sequence_id, row.epoch, chosen.token, chosen.logprob, scores)
