@@ -247,7 +247,9 @@ def attention(isa: Isa, kv_kind: str) -> Kernel:
     level, kind, size = int(isa), KV_KINDS.index(kv_kind), KV_BYTES[kv_kind]
 
     @numba.njit(nogil=True)
-    def all_scores(q, lines, places, groups, head_dim, out, stride):
+    def all_scores(
+        q: int, lines: int, places: int, groups: int, head_dim: int, out: int, stride: int
+    ) -> None:
         line = 0
         while line < lines:
             left = lines - line
@@ -269,7 +271,9 @@ def attention(isa: Isa, kv_kind: str) -> Kernel:
                 line += 1
 
     @numba.njit(nogil=True)
-    def all_values(p, lines, stride, places, keys, head_dim, out):
+    def all_values(
+        p: int, lines: int, stride: int, places: int, keys: int, head_dim: int, out: int
+    ) -> None:
         line, row = 0, head_dim * size
         while line < lines:
             left = lines - line

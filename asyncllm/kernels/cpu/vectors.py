@@ -123,7 +123,7 @@ def largest(builder: Builder, x: Value) -> Value:
 
 
 def exponential(builder: Builder, x: Value) -> Value:
-    """The exponential of x with a relative error of 1e-7, between x = -87 and 88 (Cephes' polynomial)."""
+    """The exponential, with a relative error of 1e-7, of x between -87 and 88 (after Cephes)."""
     x = minimum(builder, maximum(builder, x, constant(V16F, -87.0)), constant(V16F, 88.0))
     n = rounded(builder, builder.fmul(x, constant(V16F, 1 / math.log(2))))
     # ln 2 in two parts, the first of which has zeros at its end.
