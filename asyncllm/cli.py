@@ -1,4 +1,4 @@
-"""The command line: `asyncllm run`, `asyncllm info`. One more caller of the public API."""
+"""The command line: `asyncllm run`, `info` and `bench`. One more caller of the public API."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from asyncllm import bench
 from asyncllm.engine import AsyncEngine
 from asyncllm.errors import AsyncLLMError, RequestError
 from asyncllm.generation import Generation
@@ -26,6 +28,7 @@ OPTION_FLAGS: dict[str, type] = {
     "dtype": str,
     "threads": int,
 }
+BENCH_FLAGS: dict[str, type] = {"device": str, "dtype": str}
 SAMPLING_FLAGS: dict[str, type] = {
     "max_tokens": int,
     "temperature": float,
@@ -39,7 +42,7 @@ SAMPLING_FLAGS: dict[str, type] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parsers = {"run": _run_parser(), "info": _info_parser()}
+    parsers = {"run": _run_parser(), "info": _info_parser(), "bench": _bench_parser()}
     chosen = _parser(list(parsers)).parse_args(argv)
     # Intermixed: an option may stand between MODEL and PROMPT.
     arguments = parsers[chosen.command].parse_intermixed_args(chosen.arguments)
@@ -63,7 +66,11 @@ def _parser(commands: list[str]) -> argparse.ArgumentParser:
         epilog="asyncllm COMMAND --help says more of each.",
     )
     parser.add_argument("--version", action="version", version=f"asyncllm {__version__}")
-    parser.add_argument("command", choices=commands, help="run streams an answer, info describes")
+    parser.add_argument(
+        "command",
+        choices=commands,
+        help="run streams an answer, info describes, bench measures how fast it is",
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see asyncllm COMMAND --help")
     return parser
 
@@ -95,6 +102,55 @@ def _info_parser() -> argparse.ArgumentParser:
     _add_flags(parser, OPTION_FLAGS)
     parser.set_defaults(run=_info)
     return parser
+
+
+def _bench_parser() -> argparse.ArgumentParser:
+    defaults = {field.name: field.default for field in dataclasses.fields(bench.Settings)}
+    parser = argparse.ArgumentParser(
+        prog="asyncllm bench",
+        description="Measure tokens per second through the public API: one sequence, several at "
+        "once, and a long prompt that no cache knows.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file")
+    parser.add_argument(
+        "--threads",
+        type=_numbers,
+        action="extend",
+        default=[],
+        metavar="N[,N]",
+        help="measure with each of these numbers of threads",
+    )
+    for name, what in (
+        ("rounds", "times that each is measured"),
+        ("tokens", "of the one sequence; each of several gets half as many"),
+        ("sequences", "at once"),
+        ("prompt_tokens", "of the long prompt"),
+    ):
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            type=int,
+            default=defaults[name],
+            metavar="N",
+            help=f"{what} (default {defaults[name]})",
+        )
+    parser.add_argument(
+        "--vs-llamacpp",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="compare in turns with llama.cpp: the package xllamacpp, or a llama-bench at PATH",
+    )
+    parser.add_argument(
+        "--llamacpp-model", type=Path, metavar="FILE", help="another file for llama.cpp"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_flags(parser, BENCH_FLAGS)
+    parser.set_defaults(run=_bench)
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def _add_flags(parser: argparse.ArgumentParser, flags: dict[str, type]) -> None:
@@ -237,6 +293,32 @@ async def _info(arguments: argparse.Namespace) -> int:
             print(f"{'note':18} {note}")
         for stage in info.load_stages:
             print(f"{'load: ' + stage.name:18} {stage.seconds:8.3f} s")
+    return 0
+
+
+async def _bench(arguments: argparse.Namespace) -> int:
+    settings = bench.Settings(
+        model=Path(arguments.model),
+        threads=tuple(dict.fromkeys(arguments.threads)),
+        rounds=arguments.rounds,
+        tokens=arguments.tokens,
+        sequences=arguments.sequences,
+        prompt_tokens=arguments.prompt_tokens,
+        llamacpp=arguments.vs_llamacpp,
+        llamacpp_model=arguments.llamacpp_model,
+        options=EngineOptions().updated(_given(arguments, BENCH_FLAGS)),
+    )
+
+    def say(what: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\033[K{what}", end="\r", file=sys.stderr, flush=True)
+
+    report = await bench.bench(settings, say=say)
+    say("")
+    if arguments.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        print("\n".join(report.lines()))
     return 0
 
 

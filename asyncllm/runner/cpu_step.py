@@ -24,7 +24,7 @@ from torch import Tensor
 from asyncllm.kernels.cpu import layers, step
 from asyncllm.kernels.cpu.compiled import KernelLibrary
 from asyncllm.kernels.cpu.isa import Isa
-from asyncllm.kernels.cpu.packing import allocate_tiles, pack, tile_form
+from asyncllm.kernels.cpu.packing import TileMemory, pack, tile_form, tiles_nbytes
 from asyncllm.kernels.cpu.products import quantised_bytes
 from asyncllm.kernels.cpu.team import Team
 from asyncllm.kernels.cpu.tiles import FLOATS, TILE_ROWS
@@ -705,10 +705,15 @@ def pack_model(
         linears = (*attention.projections, attention.output, *feed_forward.gate_up)
         weights += [linear.weight for linear in (*linears, feed_forward.down)]
     every = {weight.name: weight for weight in weights}
+    shapes = {
+        name: (weight.rows, weight.columns, tile_form(weight.format.name))
+        for name, weight in every.items()
+    }
+    memory = TileMemory(sum(tiles_nbytes(*shape) for shape in shapes.values()))
+    places = {name: memory.take(*shape) for name, shape in shapes.items()}
 
     def tiles(weight: PackedWeight) -> Tiles:
-        form = tile_form(weight.format.name)
-        data = allocate_tiles(weight.rows, weight.columns, form)
+        form, data = shapes[weight.name][2], places[weight.name]
         pack(library, weight.format, weight.data.numpy(), weight.columns, data)
         _forget(weight.data)
         return Tiles(form, data, weight.rows, weight.columns)

@@ -7,6 +7,7 @@ where tiles have them (`tiles.py`). The layouts of blocks are those of `ggml-com
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -380,9 +381,25 @@ def _as_integers(name: str, groups: Any) -> tuple[Any, Any]:
     return integers, scales
 
 
-def allocate_tiles(rows: int, columns: int, form: str) -> Any:
-    """Zeros for the tiles of a weight: uint8 [tiles, tile bytes], at a multiple of 64 bytes."""
-    tiles, size = -(-rows // TILE_ROWS), tile_bytes(form, columns)
-    memory = np.zeros(tiles * size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + tiles * size].reshape(tiles, size)
+class TileMemory:
+    """One piece of memory for the tiles of all weights.
+
+    Args:
+        nbytes: of all tiles together, as `tiles_nbytes` counts them.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        memory = mmap.mmap(-1, max(1, nbytes))  # pages are zeros, and taken when first written
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._used = 0
+
+    def take(self, rows: int, columns: int, form: str) -> Any:
+        """Zeros for the tiles of a weight: uint8 [tiles, tile bytes], at a multiple of 64 bytes."""
+        tiles, size = -(-rows // TILE_ROWS), tile_bytes(form, columns)
+        start, self._used = self._used, self._used + tiles_nbytes(rows, columns, form)
+        return self._bytes[start : start + tiles * size].reshape(tiles, size)
+
+
+def tiles_nbytes(rows: int, columns: int, form: str) -> int:
+    """Bytes of a weight's tiles, a multiple of 64."""
+    return -(-(-(-rows // TILE_ROWS) * tile_bytes(form, columns)) // 64) * 64

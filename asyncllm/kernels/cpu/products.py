@@ -23,6 +23,10 @@ from asyncllm.kernels.cpu.tiles import CHUNK, FLOATS, LAYOUTS, TILE_ROWS, TileLa
 
 TILE_FORMS = (*LAYOUTS, *FLOATS)
 
+# How far ahead weights are asked for. What a processor fetches by itself stops at the end of a page
+# and begins slowly; a step reads every weight once, in order.
+AHEAD_BYTES = 8192
+
 
 def quantised_bytes(columns: int) -> int:
     """Bytes of an int8 row and what belongs to it, a multiple of 64."""
@@ -154,6 +158,16 @@ def tile_times_rows(
     return types.void(isa_type, form, rows, *[types.int64] * 6), generate
 
 
+def _fetch_ahead(b: Any, address: Any, count: int) -> None:
+    """Ask for bytes that are read `AHEAD_BYTES` later; beyond the end nothing comes of it."""
+    arguments = (v.I8.as_pointer(), v.I32, v.I32, v.I32)
+    fetch = v.declared(b, "llvm.prefetch.p0", ir.VoidType(), *arguments)
+    read, near, data = (ir.Constant(v.I32, value) for value in (0, 3, 1))
+    for line in range(0, count, 64):
+        place = v.pointer(b, v.plus(b, address, AHEAD_BYTES + line), v.I8)
+        b.call(fetch, [place, read, near, data])
+
+
 def _integer_sums(b: Any, isa: Isa, layout: TileLayout, tile: Any, xs: Any, columns: Any) -> Any:
     """Code for the products of int8 rows with a tile; gives one vector a row."""
     sums = [v.variable(b, v.constant(v.V16F, 0.0)) for _ in xs]
@@ -162,6 +176,7 @@ def _integer_sums(b: Any, isa: Isa, layout: TileLayout, tile: Any, xs: Any, colu
     groups = CHUNK // layout.group
 
     def body(number: Any, address: Any, head: Any) -> None:
+        _fetch_ahead(b, address, layout.chunk_bytes)
         chunk = _Chunk(b, isa, layout, address, head)
         offset = chunk.offset if v.biased(isa, layout.wide) else 0
         column, word = v.times(b, number, CHUNK), v.times(b, number, 4)
@@ -227,6 +242,7 @@ def _float_sums(b: Any, isa: Isa, name: str, tile: Any, xs: Any, columns: Any) -
     size = FLOATS[name] * TILE_ROWS
     with v.counted(b, b.udiv(columns, ir.Constant(v.I64, 2))) as pair:
         address = b.add(tile, v.times(b, pair, 2 * size))
+        _fetch_ahead(b, address, 2 * size)
         for odd in range(2):
             weights = _float_column(b, isa, name, v.plus(b, address, odd * size))
             for row, x in enumerate(xs):
