@@ -109,12 +109,15 @@ class PlainProgram:
         self.forward([Chunk(tokens[offset : offset + count], offset, sequence)])
         return self.logits([count - 1])[0]
 
-    def forward(self, chunks: Sequence[Chunk], wanted: Sequence[int] = ()) -> Tensor:
+    def forward(
+        self, chunks: Sequence[Chunk], wanted: Sequence[int] = (), draws: Sequence[object] = ()
+    ) -> Tensor:
         """One pass over the weights for all the chunks' rows.
 
         Args:
             chunks: rows of some sequences.
             wanted: of no use here: logits are made when they are asked for.
+            draws: likewise: the sampler chooses.
 
         Returns:
             Normed hidden states, float32 [rows, embedding], chunk after chunk; valid until the
@@ -158,8 +161,8 @@ class PlainProgram:
             self._softcap(logits, config.final_softcap)
         return logits
 
-    def most_likely(self, rows: Sequence[int]) -> None:
-        """The sampler finds the most likely tokens."""
+    def choices(self, rows: Sequence[int], draws: Sequence[object]) -> None:
+        """The sampler chooses."""
 
     def _batch(self, chunks: Sequence[Chunk]) -> _Batch:
         tokens = [token for chunk in chunks for token in chunk.tokens]

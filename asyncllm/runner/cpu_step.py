@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.kernels.cpu import layers, step
+from asyncllm.kernels.cpu import layers, sampling, step
 from asyncllm.kernels.cpu.compiled import KernelLibrary
 from asyncllm.kernels.cpu.isa import Isa
 from asyncllm.kernels.cpu.packing import TileMemory, pack, tile_form, tiles_nbytes
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from asyncllm.model.feed_forward import FeedForward
     from asyncllm.model.linear import Linear
     from asyncllm.model.program import Chunk
+    from asyncllm.sampling.state import Draw
 
 # Rows of activations that go with some tiles at a time: they stay in a core's second cache.
 ROW_BLOCK: Final = 64
@@ -169,8 +170,18 @@ class CpuProgram:
 
     # What a step does.
 
-    def forward(self, chunks: Sequence[Chunk], wanted: Sequence[int] = ()) -> Tensor:
+    def forward(
+        self,
+        chunks: Sequence[Chunk],
+        wanted: Sequence[int] = (),
+        draws: Sequence[Draw | None] = (),
+    ) -> Tensor:
         """One pass over the weights for all the chunks' rows, and the logits of those wanted.
+
+        Args:
+            chunks: rows of some sequences.
+            wanted: rows whose logits will be asked for next.
+            draws: how a token of each of these is chosen.
 
         Returns:
             Hidden states before the last norm, float32 [rows, embedding].
@@ -180,7 +191,7 @@ class CpuProgram:
             ValueError: more rows than were asked for when this was made.
         """
         rows = self._write_rows(chunks)
-        self._choose_rows(wanted)
+        self._choose_rows(wanted, draws)
         self._cut(rows, max(1, len(wanted)))
         started = perf_counter()
         self._run_layers(rows, len(self._phases) if wanted else self._body)
@@ -197,9 +208,9 @@ class CpuProgram:
         self._make_logits(rows)
         return self._logits_tensor[: len(rows)]
 
-    def most_likely(self, rows: Sequence[int]) -> list[tuple[int, float]]:
-        """The most likely token of each row, the lowest of equals, and its logit."""
-        self._make_logits(rows)
+    def choices(self, rows: Sequence[int], draws: Sequence[Draw | None]) -> list[tuple[int, float]]:
+        """The chosen token of each row, and its logit, which is no number where none could be."""
+        self._make_logits(rows, draws)
         found = []
         for index in range(len(rows)):
             token = int(self._best[index])
@@ -207,18 +218,23 @@ class CpuProgram:
             found.append((max(token, 0), logit))
         return found
 
-    def _make_logits(self, rows: Sequence[int]) -> None:
+    def _make_logits(self, rows: Sequence[int], draws: Sequence[Draw | None] = ()) -> None:
         if self._made == tuple(rows):
             return
-        self._choose_rows(rows)
+        self._choose_rows(rows, draws)
         self._cut(int(self._step[step.ROWS]), len(rows))
         self._team.run(self._body, len(self._phases) - self._body)
 
-    def _choose_rows(self, rows: Sequence[int]) -> None:
+    def _choose_rows(self, rows: Sequence[int], draws: Sequence[Draw | None]) -> None:
         # The kernels cap logits in place, and the sampler writes into them: made once, used once.
         self._made: tuple[int, ...] = tuple(rows)
         for index, row in enumerate(rows):
             self._chosen[index] = row
+            self._draws[index, 0] = 0.0  # the most likely token
+        for index, draw in enumerate(draws):
+            if draw is not None and draw.temperature > 0:
+                for place, value in enumerate(draw):
+                    self._draws[index, place] = value
 
     def _run_layers(self, rows: int, end: int) -> None:
         estimate = self._seconds_per_row_and_layer * rows
@@ -328,6 +344,7 @@ class CpuProgram:
         self._logits_tensor = torch.from_numpy(self._logits)
         self._best = self._whole(LOGITS_ROWS)
         self._chosen = self._whole(LOGITS_ROWS)
+        self._draws = _aligned((LOGITS_ROWS, sampling.DRAW_BYTES // 8), np.float64)
         self._tokens, self._positions, self._slots = (self._whole(rows) for _ in range(3))
         self._attended = self._whole(rows, 2)
         self._tile_count = 0
@@ -661,6 +678,8 @@ class CpuProgram:
             )
         )
         each = self._rules.number("each chosen")
+        scratch = self._bytes(self._threads, sampling.scratch_bytes(self._vocab_size))
+        self._keep.append(scratch)
         record = self._record(
             step.CHOICE,
             logits=logits,
@@ -668,10 +687,13 @@ class CpuProgram:
             padded=self._logits.shape[1],
             count=self._vocab_size,
             softcap=float(config.final_softcap),
+            draws=self._draws.ctypes.data,
             out=self._best.ctypes.data,
+            scratch=scratch.ctypes.data,
+            scratch_stride=scratch.strides[0],
             rule=each,
         )
-        self._phase((self._kernel("choice", layers.choice), record, each))
+        self._phase((self._kernel("choice", sampling.choice), record, each))
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any) -> Any:

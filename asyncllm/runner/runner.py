@@ -29,6 +29,7 @@ from asyncllm.scheduler.step import (
 
 if TYPE_CHECKING:
     from asyncllm.kv.pool import KvPool
+    from asyncllm.sampling.state import Draw
 
 # Rows of logits made at a time; it bounds their buffer, whatever is asked for.
 LOGITS_ROWS: Final = 32
@@ -37,20 +38,31 @@ LOGITS_ROWS: Final = 32
 class Program(Protocol):
     """What computes: the plain one, operation by operation, or one that is fused."""
 
-    def forward(self, chunks: Sequence[Chunk], wanted: Sequence[int] = ()) -> object:
+    def forward(
+        self,
+        chunks: Sequence[Chunk],
+        wanted: Sequence[int] = (),
+        draws: Sequence[Draw | None] = (),
+    ) -> object:
         """One pass over the weights.
 
         Args:
             chunks: rows of some sequences.
             wanted: rows whose logits will be asked for next, at most `LOGITS_ROWS`; a program may
-                make them in the same pass.
+                make them in the same pass, and choose tokens by them.
+            draws: how a token of each of these is chosen; `None`: by the sampler.
         """
 
     def logits(self, rows: Sequence[int]) -> Tensor:
         """Logits of some rows of the last pass, float32 [rows, vocabulary or more]."""
 
-    def most_likely(self, rows: Sequence[int]) -> list[tuple[int, float]] | None:
-        """The most likely token of each row and its logit, where the program finds them itself."""
+    def choices(
+        self, rows: Sequence[int], draws: Sequence[Draw | None]
+    ) -> list[tuple[int, float]] | None:
+        """The token of each row and its logit, where the program chooses itself.
+
+        Those of rows without a draw mean nothing.
+        """
 
 
 class StepRunner:
@@ -122,10 +134,16 @@ class StepRunner:
         wanting = [index for index, row in enumerate(rows) if row.wants_token]
         parts = [wanting[at : at + LOGITS_ROWS] for at in range(0, len(wanting), LOGITS_ROWS)]
         last = [firsts[index] + row.count - 1 for index, row in enumerate(rows)]
-        self._program.forward(chunks, [last[index] for index in parts[0]] if parts else ())
+        first_rows = [last[index] for index in parts[0]] if parts else []
+        draws = [states[index].draw for index in parts[0]] if parts else []
+        self._program.forward(chunks, first_rows, draws)
         chosen: dict[int, Sampled | Exception] = {}
-        for part in parts:
-            found = self._choose([last[index] for index in part], [states[index] for index in part])
+        for number, part in enumerate(parts):
+            if number > 0:
+                draws = [states[index].draw for index in part]
+            found = self._choose(
+                [last[index] for index in part], [states[index] for index in part], draws
+            )
             chosen |= zip(part, found, strict=True)
         scores = [self._scores(row, start) for row, start in zip(rows, firsts, strict=True)]
         return tuple(
@@ -133,14 +151,30 @@ class StepRunner:
         )
 
     def _choose(
-        self, rows: Sequence[int], states: Sequence[SamplingState]
+        self,
+        rows: Sequence[int],
+        states: Sequence[SamplingState],
+        draws: Sequence[Draw | None],
     ) -> list[Sampled | Exception]:
-        if all(state.takes_most_likely for state in states):
-            likely = self._program.most_likely(rows)
-            if likely is not None:
-                return [_taken(*each, state) for each, state in zip(likely, states, strict=True)]
-        logits = self._program.logits(rows)[:, : self._vocab_size]
-        return self._sampler.sample(logits, states)
+        choices = self._program.choices(rows, draws)
+        if choices is None:
+            return self._sampler.sample(self._logits(rows), states)
+        found: list[Sampled | Exception | None] = [
+            None if draw is None else _taken(*choice, state)
+            for choice, state, draw in zip(choices, states, draws, strict=True)
+        ]
+        left = [index for index, each in enumerate(found) if each is None]
+        if left:
+            logits = self._logits(rows)
+            if len(left) < len(rows):
+                logits = logits[left]
+            sampled = self._sampler.sample(logits, [states[index] for index in left])
+            for index, each in zip(left, sampled, strict=True):
+                found[index] = each
+        return [each for each in found if each is not None]
+
+    def _logits(self, rows: Sequence[int]) -> Tensor:
+        return self._program.logits(rows)[:, : self._vocab_size]
 
     def _state(self, row: Row) -> SamplingState:
         state = self._states.get(row.sequence_id)
@@ -158,8 +192,7 @@ class StepRunner:
         for at in range(0, len(following), LOGITS_ROWS):
             part = following[at : at + LOGITS_ROWS]
             numbers = range(start + at, start + at + len(part))
-            logits = self._program.logits(numbers)[:, : self._vocab_size]
-            scores += prompt_logprobs(logits, part, wanted)
+            scores += prompt_logprobs(self._logits(numbers), part, wanted)
         return tuple(scores)
 
 

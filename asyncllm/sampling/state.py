@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from asyncllm.errors import RequestError
+from asyncllm.sampling import philox
 from asyncllm.sampling.filters import GREEDY_BELOW, Filter
 from asyncllm.sampling.penalties import Penalties, penalised
 from asyncllm.scheduler.step import SamplingSpec
 
 _FLOAT32_MAX = 3.4028234663852886e38
+
+
+class Draw(NamedTuple):
+    """How one token is chosen.
+
+    Attributes:
+        temperature: 0 takes the most likely.
+        top_k: the vocabulary's size is off.
+        top_p: 1 and more is off.
+        min_p: 0 is off.
+        uniform: the random number.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    uniform: float
+
+
+GREEDY: Final = Draw(0.0, 0, 1.0, 0.0, 0.0)
 
 
 class SamplingState:
@@ -55,9 +78,17 @@ class SamplingState:
         return self._always_edits or len(self.output_ids) < self.spec.params.min_tokens
 
     @property
-    def takes_most_likely(self) -> bool:
-        """Whether the next token is simply the most likely one, and nothing more is asked."""
-        return self.greedy and self.fault is None and not self.wants_logprobs and not self.edits
+    def draw(self) -> Draw | None:
+        """How the next token is chosen, where a program may do that; otherwise the sampler must."""
+        if self.fault is not None or self.wants_logprobs or self.edits:
+            return None
+        if self.greedy:
+            return GREEDY
+        chosen = self.filter
+        if chosen.typical_p < math.inf:
+            return None
+        uniform = philox.uniform(self.spec.seed, len(self.output_ids), self.spec.index)
+        return Draw(chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, uniform)
 
     def append(self, token: int) -> None:
         """Add an output token; it counts for penalties from now on."""

@@ -34,7 +34,6 @@ from asyncllm.kernels.cpu.rows import (
     added,
     gelu_gated,
     hidden,
-    index_of_largest,
     multiplied,
     quantised,
     scaled,
@@ -50,7 +49,7 @@ _inlined = numba.njit(nogil=True, error_model="numpy", inline="never")
 
 # Records' offsets are plain numbers in the compiled code.
 P, G, N, H, A = s.PRODUCT, s.GATED, s.NORM, s.HEADS, s.ATTENTION
-E, C = s.EMBEDDING, s.CHOICE
+E = s.EMBEDDING
 WORD, ROWS, ROW_BLOCK, RULES = s.WORD, s.ROWS, s.ROW_BLOCK, s.RULES
 
 
@@ -459,19 +458,5 @@ def angles() -> Kernel:
                 angle = position * load_f64(frequencies + 8 * i)
                 store_f32(out + 4 * i, numba.float32(math.cos(angle) * scale))
                 store_f32(out + 4 * (half + i), numba.float32(math.sin(angle) * scale))
-
-    return kernel
-
-
-def choice() -> Kernel:
-    """Cap a row's logits and find the most likely token: -1 where they are no numbers."""
-
-    def kernel(p: int, step: int, unit: int, thread: int) -> None:
-        logits = load_i64(p + C.logits) + unit * load_i64(p + C.stride)
-        cap = load_f32(p + C.softcap)
-        if cap != 0:
-            softcapped(logits, cap, load_i64(p + C.padded) // 16)
-        best = index_of_largest(logits, load_i64(p + C.count))
-        store_i64(load_i64(p + C.out) + 8 * unit, best)
 
     return kernel

@@ -18,7 +18,7 @@ from asyncllm.kernels.cpu import vectors as v
 _I, _F = types.int64, types.float32
 
 
-def _function(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+def function(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make `generate(builder, *values)` a function of fixed argument types for kernels."""
 
     def decorate(generate: Callable[..., Any]) -> Any:
@@ -43,7 +43,7 @@ def _at(b: Any, address: Any, index: Any, size: int = 64) -> Any:
     return b.add(address, v.times(b, index, size))
 
 
-@_function(_F, _I, _I)
+@function(_F, _I, _I)
 def sum_of_squares(b: Any, x: Any, count: Any) -> Any:
     sums = v.variable(b, v.constant(v.V16F, 0.0))
     with v.counted(b, count) as i:
@@ -52,7 +52,7 @@ def sum_of_squares(b: Any, x: Any, count: Any) -> Any:
     return v.total(b, b.load(sums))
 
 
-@_function(types.void, _I, _I, _F, _I, _I)
+@function(types.void, _I, _I, _F, _I, _I)
 def scaled(b: Any, x: Any, weight: Any, scale: Any, out: Any, count: Any) -> None:
     """`out = x * scale * weight`."""
     scale = v.splat(b, scale, v.V16F)
@@ -62,7 +62,7 @@ def scaled(b: Any, x: Any, weight: Any, scale: Any, out: Any, count: Any) -> Non
         v.store(b, value, _at(b, out, i), 4)
 
 
-@_function(types.void, _I, _F, _I)
+@function(types.void, _I, _F, _I)
 def multiplied(b: Any, x: Any, scale: Any, count: Any) -> None:
     """`x *= scale`."""
     scale = v.splat(b, scale, v.V16F)
@@ -71,7 +71,7 @@ def multiplied(b: Any, x: Any, scale: Any, count: Any) -> None:
         v.store(b, b.fmul(v.load(b, at, v.V16F, 4), scale), at, 4)
 
 
-@_function(types.void, _I, _I, _I)
+@function(types.void, _I, _I, _I)
 def added(b: Any, x: Any, y: Any, count: Any) -> None:
     """`x += y`."""
     with v.counted(b, count) as i:
@@ -79,7 +79,7 @@ def added(b: Any, x: Any, y: Any, count: Any) -> None:
         v.store(b, b.fadd(v.load(b, at, v.V16F, 4), v.load(b, _at(b, y, i), v.V16F, 4)), at, 4)
 
 
-@_function(types.void, _I, _I, _I, _I, _I)
+@function(types.void, _I, _I, _I, _I, _I)
 def quantised(b: Any, x: Any, row: Any, columns: Any, first: Any, count: Any) -> None:
     """Chunks `first` to `first + count - 1` of an int8 row from float32; see `products.py`.
 
@@ -140,13 +140,13 @@ def _gelu_tanh(b: Any, x: Any) -> Any:
     return b.fdiv(x, b.fadd(v.constant(v.V16F, 1.0), v.exponential(b, exponent)))
 
 
-silu_gated = _function(types.void, _I, _I, _I)(_gate(_silu))
+silu_gated = function(types.void, _I, _I, _I)(_gate(_silu))
 """`gate = silu(gate) * up`."""
-gelu_gated = _function(types.void, _I, _I, _I)(_gate(_gelu_tanh))
+gelu_gated = function(types.void, _I, _I, _I)(_gate(_gelu_tanh))
 """`gate = gelu_tanh(gate) * up`."""
 
 
-@_function(types.void, _I, _F, _I)
+@function(types.void, _I, _F, _I)
 def softcapped(b: Any, x: Any, cap: Any, count: Any) -> None:
     """`x = cap * tanh(x / cap)`."""
     cap = v.splat(b, cap, v.V16F)
@@ -158,7 +158,7 @@ def softcapped(b: Any, x: Any, cap: Any, count: Any) -> None:
         v.store(b, b.fmul(cap, value), at, 4)
 
 
-@_function(_F, _I, _I)
+@function(_F, _I, _I)
 def softmax_numerators(b: Any, x: Any, count: Any) -> Any:
     """`x = e ** (x - max(x))` in place; returns the sum. Elements of -inf become exactly 0."""
     peak = v.variable(b, v.constant(v.V16F, -math.inf))
@@ -179,14 +179,14 @@ def softmax_numerators(b: Any, x: Any, count: Any) -> Any:
     return v.total(b, b.load(sums))
 
 
-@_function(types.void, _I, _I)
+@function(types.void, _I, _I)
 def hidden(b: Any, x: Any, count: Any) -> None:
     """`count` single elements become -inf."""
     with v.counted(b, count) as i:
         v.store(b, ir.Constant(v.F32, -math.inf), _at(b, x, i, 4), 4)
 
 
-@_function(types.int64, _I, _I)
+@function(types.int64, _I, _I)
 def index_of_largest(b: Any, x: Any, count: Any) -> Any:
     """The first index of the largest of `count` elements; -1 where one is NaN."""
     best = v.variable(b, v.constant(v.V16F, -math.inf))

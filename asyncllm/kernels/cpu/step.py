@@ -51,5 +51,8 @@ EMBEDDING: Final = _record(
     *("tiles", "tile_bytes", "columns", "tokens", "scale", "out", "out_stride", "rule"),
 )
 ANGLES: Final = _record("positions", "frequencies", "scale", "half", "out", "stride", "rule")
-CHOICE: Final = _record("logits", "stride", "padded", "count", "softcap", "out", "rule")
+CHOICE: Final = _record(
+    *("logits", "stride", "padded", "count", "softcap", "draws", "out", "scratch"),
+    *("scratch_stride", "rule"),
+)
 QUANTISE: Final = _record("x", "x_stride", "columns", "out", "out_stride", "rule")
