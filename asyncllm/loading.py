@@ -168,7 +168,7 @@ def _build(
             del causal_lm  # where the weights were packed anew, the checkpoint's are let go
         with stages.stage("warm-up"):
             _throwaway_steps(runner, pool, min(WARM_UP_ROWS, chunk.maximum, context_length - 1))
-        info = _info(checkpoint, config, options, backend, groups, context_length, stages)
+        info = _info(checkpoint, config, options, backend, kv_dtype, groups, context_length, stages)
         defaults = _generation_defaults(checkpoint)
         unfinished.pop_all()
     cache = KvCache(
@@ -286,6 +286,7 @@ def _info(
     config: ModelConfig,
     options: EngineOptions,
     backend: Backend,
+    kv_dtype: torch.dtype,
     groups: tuple[LayerGroup, ...],
     context_length: int,
     stages: _Stages,
@@ -304,7 +305,7 @@ def _info(
         kv_ceiling_bytes=sum(group.capacity * group.block_bytes for group in groups),
         device="cpu",
         dtype="float32",
-        kv_dtype=backend.kv_dtype if options.kv_dtype == "auto" else options.kv_dtype,
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
         backend=backend.name,
         backend_notes=tuple(backend.notes),
         deterministic=backend.deterministic,

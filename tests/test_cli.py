@@ -47,7 +47,8 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.real_model
 def test_run_streams_an_answer(smollm2_path: Path) -> None:
     model = str(smollm2_path)
-    chat = asyncllm("run", model, "What is the capital of Germany?", "--max-tokens", "16", "--stats")
+    question = "What is the capital of Germany?"
+    chat = asyncllm("run", model, question, "--max-tokens", "16", "--stats")
     assert chat.returncode == 0, chat.stderr
     assert "Berlin" in chat.stdout
     assert "tokens/s; ended by stop" in chat.stderr

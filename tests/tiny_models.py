@@ -81,6 +81,7 @@ TINY_MODELS: dict[str, Tiny] = {
     "llama-linear": Tiny("Llama", _A.LLAMA, {"rope_parameters": LINEAR}),
     "llama-llama3": Tiny("Llama", _A.LLAMA, {"rope_parameters": LLAMA3}),
     "mistral": Tiny("Mistral", _A.LLAMA, {"sliding_window": 24, "head_dim": 24}),
+    "mistral-wide": Tiny("Mistral", _A.LLAMA, {"sliding_window": 24, "head_dim": 32}),
     "qwen2": Tiny("Qwen2", _A.QWEN2, {"tie_word_embeddings": True}),
     "qwen2-yarn": Tiny("Qwen2", _A.QWEN2, {"rope_parameters": YARN}),
     "qwen3": Tiny("Qwen3", _A.QWEN3, {"head_dim": 32}),

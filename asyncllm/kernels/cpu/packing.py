@@ -7,7 +7,6 @@ where tiles have them (`tiles.py`). The layouts of blocks are those of `ggml-com
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -365,17 +364,18 @@ def _pack_integers(layout: Format, raw: Any, columns: int, out: Any) -> None:
 
 def _as_integers(name: str, groups: Any) -> tuple[Any, Any]:
     """int32 [..., 16] and float32 [...] whose product the weights are."""
-    peak = np.abs(groups).max(-1)
-    integers = np.zeros(groups.shape, np.int32)
-    scales = np.zeros(peak.shape, np.float32)
-    open_ = peak > 0
-    for largest in _LARGEST[name]:
-        scale = np.where(open_, peak / np.float32(largest), 1)
-        ratio = groups / scale[..., None]
-        whole = np.rint(ratio)
-        fits = open_ & (np.abs(ratio - whole).max(-1) < 1e-4 * largest)
-        integers[fits], scales[fits] = whole[fits], scale[fits]
-        open_ &= ~fits
+    with np.errstate(all="ignore"):  # scales of a damaged file may be no numbers; nothing fits then
+        peak = np.abs(groups).max(-1)
+        integers = np.zeros(groups.shape, np.int32)
+        scales = np.zeros(peak.shape, np.float32)
+        open_ = peak != 0
+        for largest in _LARGEST[name]:
+            scale = np.where(open_, peak / np.float32(largest), 1)
+            ratio = groups / scale[..., None]
+            whole = np.rint(ratio)
+            fits = open_ & (np.abs(ratio - whole).max(-1) < 1e-4 * largest)
+            integers[fits], scales[fits] = whole[fits], scale[fits]
+            open_ &= ~fits
     if open_.any():
         raise ValueError(f"{name}: weights that are no integers times a scale")
     return integers, scales
@@ -389,8 +389,9 @@ class TileMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        memory = mmap.mmap(-1, max(1, nbytes))  # pages are zeros, and taken when first written
-        self._bytes = np.frombuffer(memory, np.uint8)
+        memory = np.zeros(nbytes + 64, np.uint8)  # pages are taken when they are first written
+        start = -memory.ctypes.data % 64
+        self._bytes = memory[start : start + nbytes]
         self._used = 0
 
     def take(self, rows: int, columns: int, form: str) -> Any:

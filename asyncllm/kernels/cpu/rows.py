@@ -153,9 +153,12 @@ def softcapped(b: Any, x: Any, cap: Any, count: Any) -> None:
     one, two = v.constant(v.V16F, 1.0), v.constant(v.V16F, 2.0)
     with v.counted(b, count) as i:
         at = _at(b, x, i)
-        grown = v.exponential(b, b.fmul(two, b.fdiv(v.load(b, at, v.V16F, 4), cap)))
-        value = b.fsub(one, b.fdiv(two, b.fadd(grown, one)))
-        v.store(b, b.fmul(cap, value), at, 4)
+        given = v.load(b, at, v.V16F, 4)
+        grown = v.exponential(b, b.fmul(two, b.fdiv(given, cap)))
+        value = b.fmul(cap, b.fsub(one, b.fdiv(two, b.fadd(grown, one))))
+        # The exponential makes a number of NaN.
+        value = b.select(b.fcmp_unordered("uno", given, given), given, value)
+        v.store(b, value, at, 4)
 
 
 @function(_F, _I, _I)

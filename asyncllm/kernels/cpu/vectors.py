@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils
 
 from asyncllm.kernels.cpu.isa import Isa
@@ -28,6 +28,9 @@ V16B = ir.VectorType(I8, LANES)
 V16F = ir.VectorType(F32, LANES)
 V16H = ir.VectorType(F16, LANES)
 V64B = ir.VectorType(I8, 4 * LANES)
+
+# What the VNNI instructions' operands are in LLVM: bytes, or before version 22 words of four.
+_OPERANDS_ARE_BYTES = binding.llvm_version_info >= (22,)
 
 _V8I = ir.VectorType(I32, 8)
 _V16S = ir.VectorType(I16, 16)
@@ -206,8 +209,7 @@ def dot_bytes(builder: Builder, isa: Isa, sums: Value, u: Value, s: Value, wide:
         wide: `u` has values above 127, taken as `u - 128` where `biased` says so.
     """
     if isa is Isa.AVX512_VNNI:
-        name = "llvm.x86.avx512.vpdpbusd.512"
-        return builder.call(declared(builder, name, V16I, V16I, V64B, V64B), [sums, u, s])
+        return _vnni(builder, "llvm.x86.avx512.vpdpbusd.512", sums, u, s)
     if isa is Isa.PORTABLE:
         return _dot_portable(builder, sums, u, s)
     halves = []
@@ -215,10 +217,8 @@ def dot_bytes(builder: Builder, isa: Isa, sums: Value, u: Value, s: Value, wide:
         a = lanes(builder, u, range(32 * part, 32 * part + 32))
         c = lanes(builder, s, range(32 * part, 32 * part + 32))
         if isa is Isa.AVX2_VNNI:
-            name = "llvm.x86.avx512.vpdpbusd.256"
             into = lanes(builder, sums, range(8 * part, 8 * part + 8))
-            add = declared(builder, name, _V8I, _V8I, _V32B, _V32B)
-            halves.append(builder.call(add, [into, a, c]))
+            halves.append(_vnni(builder, "llvm.x86.avx512.vpdpbusd.256", into, a, c))
             continue
         if wide:
             # Pairs of products would pass 16 bits: multiply |w| with x given the sign of w.
@@ -231,6 +231,13 @@ def dot_bytes(builder: Builder, isa: Isa, sums: Value, u: Value, s: Value, wide:
         halves.append(builder.call(fours, [products, constant(_V16S, 1)]))
     joined = lanes(builder, halves[0], range(16), halves[1])
     return joined if isa is Isa.AVX2_VNNI else builder.add(sums, joined)
+
+
+def _vnni(builder: Builder, name: str, sums: Value, u: Value, s: Value) -> Value:
+    kind = u.type if _OPERANDS_ARE_BYTES else sums.type
+    operands = [builder.bitcast(each, kind) for each in (u, s)]
+    function = declared(builder, name, sums.type, sums.type, kind, kind)
+    return builder.call(function, [sums, *operands])
 
 
 def biased(isa: Isa, wide: bool) -> bool:
