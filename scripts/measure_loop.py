@@ -1,6 +1,6 @@
 """How the engine and a busy event loop get on: steps per second and the loop's heartbeat.
 
-Usage: python scripts/measure_loop.py MODEL.gguf [SECONDS]
+Usage: python scripts/measure_loop.py MODEL.gguf [SECONDS] [THREADS]
 
 Prints engine steps per second while the loop is free, blocked in a call that releases the
 interpreter's lock, and busy in pure Python (A B C A B C, medians), and how late a 5 ms timer of the
@@ -50,8 +50,8 @@ async def heartbeat(seconds: float) -> list[float]:
     return sorted(late)
 
 
-async def main(model: str, seconds: float) -> None:
-    async with AsyncEngine.load(model, context_length=2048) as engine:
+async def main(model: str, seconds: float, threads: int | None) -> None:
+    async with AsyncEngine.load(model, context_length=2048, threads=threads) as engine:
         generation = engine.generate("Once upon a time", ignore_eos=True)
         chunks = aiter(generation)
         await anext(chunks)  # from here on it decodes
@@ -61,7 +61,11 @@ async def main(model: str, seconds: float) -> None:
                 rates.setdefault(wait.__name__, []).append(await rate(engine, wait, seconds))
         medians = {name: statistics.median(values) for name, values in rates.items()}
         for name, value in medians.items():
-            print(f"{name:8} {value:6.2f} steps/s, {value / medians['free']:.2f} of free")
+            more = 1e3 / value - 1e3 / medians["free"]
+            print(
+                f"{name:8} {value:6.2f} steps/s, {value / medians['free']:.2f} of free, "
+                f"{more:+.2f} ms a step"
+            )
         late = await heartbeat(seconds)
         print(
             f"heartbeat: median {statistics.median(late):.2f} ms late, "
@@ -71,4 +75,5 @@ async def main(model: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 5.0))
+    SECONDS = float(sys.argv[2]) if len(sys.argv) > 2 else 5.0
+    asyncio.run(main(sys.argv[1], SECONDS, int(sys.argv[3]) if len(sys.argv) > 3 else None))

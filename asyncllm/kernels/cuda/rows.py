@@ -1,0 +1,432 @@
+"""Kernels over rows of activations: norms, quantisation, gates, and the heads of q, k and v.
+
+Nothing here allocates or synchronises: every buffer comes from the caller, so that all of it can be
+captured in a CUDA graph. With `pdl` a kernel lets the next one start at once, and waits for the one
+before it where it first needs its results (programmatic dependent launch).
+
+A row whose slot is below 0 only pads a batch: nothing of it reaches the pool.
+"""
+
+# mypy: ignore-missing-imports, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    # int32 [M, 2, K / 8], float32 [M, K / 32], int32 [M, K / 32]; see `put_quantised`.
+    Quantised = tuple[Tensor, Tensor, Tensor]
+
+QUANTISED_COLUMNS = 32
+
+# Adding it to a float32 of up to 2**22 leaves the nearest integer in the low bits, even on ties.
+_ROUNDER: tl.constexpr = tl.constexpr(12582912.0)
+_ROUNDER_BITS: tl.constexpr = tl.constexpr(0x4B400000)
+_INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softcapped(x, cap):
+    """`cap * tanh(x / cap)`."""
+    y = x / cap
+    far = 1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0)
+    # Near 0 the difference above has few digits left.
+    z = y * y
+    near = y * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315))))
+    return cap * tl.where(tl.abs(y) < 0.125, near, far)
+
+
+@triton.jit
+def put_quantised(v, row, block, keep, xq, xd, xs, K: tl.constexpr):
+    """Write runs of 32 columns as int8 with a scale each.
+
+    `v`: float32 [N, 32]; `row`, `block`: where each run belongs, int64 and int32 [N] or scalars;
+    `keep`: which to write. Plane 0 of `xq` has the first 16 columns of each run, plane 1 the others;
+    `xs` the sums of both, 16 bits each. A run with a NaN or an infinity gets the scale NaN.
+    """
+    i = tl.arange(0, 32)[None, :]
+    # Bits of positive floats order as they do, and NaN comes last; a maximum of floats drops NaN.
+    peak = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    wrong = peak >= _INFINITY_BITS
+    largest = peak.to(tl.float32, bitcast=True)
+    tiny = wrong | (largest < 1e-36)  # 127 / largest would overflow
+    inverse = tl.where(tiny, 0.0, 127.0 / tl.where(tiny, 1.0, largest))
+    v = tl.where(wrong[:, None], 0.0, v)
+    bits = (v * inverse[:, None] + _ROUNDER).to(tl.int32, bitcast=True)
+    q = bits - _ROUNDER_BITS
+    sums = tl.sum(tl.where(i < 16, q, q * 65536), 1)
+    # A negative low half has borrowed from the high one.
+    sums += tl.where((sums & 0x8000) != 0, 65536, 0)
+    at = (row * K + block * 16)[:, None] + (i // 16) * (K // 2) + i % 16
+    tl.store(xq + at, q.to(tl.int8), mask=keep[:, None])
+    tl.store(xd + row * (K // 32) + block, tl.where(wrong, float("nan"), largest / 127), mask=keep)
+    tl.store(xs + row * (K // 32) + block, sums, mask=keep)
+
+
+@triton.jit
+def _put(v, row, block, keep, xq, xd, xs, half, out, K: tl.constexpr):
+    """Write runs of 32 columns, float32 [N, 32], in every form that is asked for."""
+    column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    inside = keep[:, None] & (column < K)
+    if half is not None:
+        tl.store(half + row * K + column, v.to(half.dtype.element_ty), mask=inside)
+    if out is not None:
+        tl.store(out + row * K + column, v, mask=inside)
+    if xq is not None:
+        put_quantised(v, row, block, keep, xq, xd, xs, K)
+
+
+@triton.jit
+def _total(v):
+    return tl.sum(tl.sum(v, 1), 0)
+
+
+@triton.jit
+def _norm(
+    x, weight, added, post_weight, into, xq, xd, xs, half, out, eps,
+    D: tl.constexpr, B: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, 32)[None, :]
+    block = tl.arange(0, B)
+    column = block[:, None] * 32 + i
+    inside = column < D
+    if PARTS == 1 and weight is not None:
+        # Weights do not depend on the kernel before.
+        w = tl.load(weight + column, mask=inside, other=0.0)
+    if PDL:
+        gdc_wait()
+    v = tl.load(x + row * D + column, mask=inside, other=0.0)
+    post = 1.0
+    if added is not None:
+        a = tl.load(added + row * D + column, mask=inside, other=0.0)
+        if post_weight is not None:
+            post = 1.0 / tl.sqrt(_total(a * a) / D + eps)
+            a = a * post * tl.load(post_weight + column, mask=inside, other=0.0)
+        v += a
+    scale = 1.0
+    if weight is not None:
+        scale = 1.0 / tl.sqrt(_total(v * v) / D + eps)
+    if PARTS > 1:
+        # Each part has seen the whole row; now its own columns again, which are near by now.
+        per: tl.constexpr = (D + 32 * PARTS - 1) // (32 * PARTS)
+        own = tl.arange(0, S)
+        block = tl.program_id(1) * per + own
+        column = block[:, None] * 32 + i
+        inside = (own < per)[:, None] & (column < D)
+        v = tl.load(x + row * D + column, mask=inside, other=0.0)
+        if added is not None:
+            a = tl.load(added + row * D + column, mask=inside, other=0.0)
+            if post_weight is not None:
+                a = a * post * tl.load(post_weight + column, mask=inside, other=0.0)
+            v += a
+        if weight is not None:
+            w = tl.load(weight + column, mask=inside, other=0.0)
+    if added is not None:
+        tl.store(into + row * D + column, v, mask=inside)
+    if weight is not None:
+        v = v * scale * w
+    keep = block * 32 < D
+    if PARTS > 1:
+        keep &= own < per
+    _put(v, row, block, keep, xq, xd, xs, half, out, D)
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    quantised: Quantised | None = None,
+    half: Tensor | None = None,
+    out: Tensor | None = None,
+    added: Tensor | None = None,
+    post_weight: Tensor | None = None,
+    into: Tensor | None = None,
+    parts: int = 1,
+    pdl: bool = False,
+    warps: int | None = None,
+) -> None:
+    """RMSNorm of each row, after adding to it, in up to three forms.
+
+    Args:
+        x: float32 [M, D].
+        weight: float32 [D]; `None`: no norm, the sum itself is written.
+        eps: added to the mean square.
+        quantised: the result as int8 rows; D is a multiple of 32.
+        half: the result as float16 or bfloat16 [M, D].
+        out: the result as float32 [M, D].
+        added: float32 [M, D], added to `x` first.
+        post_weight: float32 [D]: what is added is normed by it before.
+        into: where the sum goes, float32 [M, D]; `None`: to `x`.
+        parts: programs that share a row.
+        pdl: programmatic dependent launch.
+        warps: of a program; `None`: by the width.
+
+    Raises:
+        ValueError: several parts would read a row that others are changing.
+    """
+    rows, width = x.shape
+    into = x if into is None else into
+    if parts > 1 and added is not None and into.data_ptr() == x.data_ptr():
+        raise ValueError(f"parts={parts}: the sum needs a buffer of its own, into is x")
+    blocks = triton.cdiv(width, QUANTISED_COLUMNS)
+    xq, xd, xs = _planes(quantised, width)
+    _norm[(rows, parts)](
+        x, weight, added, post_weight, into if added is not None else None,
+        xq, xd, xs, half, out, eps,
+        D=width, B=triton.next_power_of_2(blocks),
+        S=triton.next_power_of_2(triton.cdiv(blocks, parts)), PARTS=parts, PDL=pdl,
+        num_warps=warps or warps_for(width, 512), **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _quantise(x, xq, xd, xs, K: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * S + tl.arange(0, S)
+    keep = block * 32 < K
+    column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    v = tl.load(x + row * K + column, mask=keep[:, None], other=0.0).to(tl.float32)
+    put_quantised(v, row, block, keep, xq, xd, xs, K)
+
+
+def quantise(
+    x: Tensor, quantised: Quantised, *, blocks: int = 8, pdl: bool = False, warps: int = 4
+) -> None:
+    """Float rows [M, K], K a multiple of 32, as int8 rows; a program does `blocks` runs of 32."""
+    rows, width = x.shape
+    xq, xd, xs = _planes(quantised, width)
+    _quantise[(rows, triton.cdiv(width, 32 * blocks))](
+        x, xq, xd, xs, K=width, S=blocks, PDL=pdl, num_warps=warps, **launch_options(pdl)
+    )
+
+
+@triton.jit
+def _gate(
+    gate_up, xq, xd, xs, half, out,
+    F: tl.constexpr, S: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * S + tl.arange(0, S)
+    column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    inside = column < F
+    gate = tl.load(gate_up + row * (2 * F) + column, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * (2 * F) + F + column, mask=inside, other=0.0)
+    if SILU:
+        v = gate * sigmoid(gate)
+    else:
+        # 0.5 (1 + tanh(y)) is sigmoid(2 y), here with y = sqrt(2 / pi) (x + 0.044715 x^3).
+        v = gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    _put(v * up, row, block, block * 32 < F, xq, xd, xs, half, out, F)
+
+
+def gate(
+    gate_up: Tensor,
+    activation: str,
+    *,
+    quantised: Quantised | None = None,
+    half: Tensor | None = None,
+    out: Tensor | None = None,
+    blocks: int = 8,
+    pdl: bool = False,
+    warps: int = 4,
+) -> None:
+    """`activation(gate) * up` in up to three forms.
+
+    Args:
+        gate_up: float32 [M, 2 F]: all of gate, then all of up.
+        activation: `"silu"` or `"gelu_tanh"`.
+        quantised: the result as int8 rows; F is a multiple of 32.
+        half: the result as float16 or bfloat16 [M, F].
+        out: the result as float32 [M, F].
+        blocks: runs of 32 columns a program does, a power of two.
+        pdl: programmatic dependent launch.
+        warps: of a program.
+    """
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    xq, xd, xs = _planes(quantised, width)
+    _gate[(rows, triton.cdiv(width, 32 * blocks))](
+        gate_up, xq, xd, xs, half, out,
+        F=width, S=blocks, SILU=activation == "silu", PDL=pdl,
+        num_warps=warps, **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _heads(
+    qkv, bias, q_norm, k_norm, cos, sin, positions, slots, tables, rings, keys, values, q_out,
+    eps, scale, table_stride,
+    H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr,
+    HB: tl.constexpr, BT: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * HB  # heads of a program are all q, all k or all v
+    head = first + tl.arange(0, HB)
+    i = tl.arange(0, P)
+    inside = i < HD
+    rotated = i < 2 * HALF
+    if INTERLEAVED:
+        partner = tl.where(rotated, i ^ 1, i)
+        angle = i // 2
+        leads = i % 2 == 0
+    else:
+        partner = tl.where(i < HALF, i + HALF, tl.where(rotated, i - HALF, i))
+        angle = tl.where(i < HALF, i, i - HALF)
+        leads = i < HALF
+    is_q = first < H
+    is_k = (first >= H) & (first < H + KH)
+    if PDL:
+        gdc_wait()
+    slot = tl.load(slots + row)
+    used = slot >= 0
+    position = tl.where(used, tl.load(positions + row), 0)
+
+    line = qkv + row * ((H + 2 * KH) * HD) + head[:, None] * HD
+    v = tl.load(line + i[None, :], mask=inside[None, :], other=0.0)
+    if bias is not None:
+        v += tl.load(bias + head[:, None] * HD + i[None, :], mask=inside[None, :], other=0.0)
+    if is_q | is_k:
+        # The other element of each pair is read once more rather than moved between threads.
+        u = tl.load(line + partner[None, :], mask=inside[None, :], other=0.0)
+        if bias is not None:
+            at = bias + head[:, None] * HD + partner[None, :]
+            u += tl.load(at, mask=inside[None, :], other=0.0)
+        if q_norm is not None:
+            wv = tl.load(q_norm + i, mask=inside & is_q, other=0.0)
+            wv += tl.load(k_norm + i, mask=inside & is_k, other=0.0)
+            wu = tl.load(q_norm + partner, mask=inside & is_q, other=0.0)
+            wu += tl.load(k_norm + partner, mask=inside & is_k, other=0.0)
+            size = 1.0 / tl.sqrt(tl.sum(v * v, 1) / HD + eps)
+            v = v * size[:, None] * wv[None, :]
+            u = u * size[:, None] * wu[None, :]
+        turn = position.to(tl.int64) * HALF + angle
+        c = tl.load(cos + turn, mask=rotated, other=1.0)
+        s = tl.load(sin + turn, mask=rotated, other=0.0)
+        v = v * c[None, :] + u * tl.where(leads, -s, s)[None, :]
+    if is_q:
+        at = q_out + (row * H + head)[:, None] * HD + i[None, :]
+        tl.store(at, (v * scale).to(q_out.dtype.element_ty), mask=inside[None, :])
+    else:
+        number = position // BT
+        if rings is not None:
+            ring = tl.load(rings + slot, mask=used, other=0)
+            number = tl.where(ring > 0, number % tl.maximum(ring, 1), number)
+        block = tl.load(tables + slot.to(tl.int64) * table_stride + number, mask=used, other=0)
+        place = (block.to(tl.int64) * BT + position % BT) * KH
+        if is_k:
+            at = keys + (place + head - H)[:, None] * HD + i[None, :]
+            tl.store(at, v.to(keys.dtype.element_ty), mask=inside[None, :] & used)
+        else:
+            at = values + (place + head - H - KH)[:, None] * HD + i[None, :]
+            tl.store(at, v.to(values.dtype.element_ty), mask=inside[None, :] & used)
+
+
+def heads(
+    qkv: Tensor,
+    q_out: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rings: Tensor | None,
+    slots: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    scale: float,
+    interleaved: bool,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    tile: int | None = None,
+    pdl: bool = False,
+    warps: int | None = None,
+) -> None:
+    """From the product of q, k and v to queries and to K and V in the pool.
+
+    Args:
+        qkv: float32 [M, (heads + 2 kv_heads) head_dim].
+        q_out: [M, heads, head_dim], queries: normed, rotated, scaled.
+        keys: [blocks, block_tokens, kv_heads, head_dim].
+        values: likewise.
+        tables: int32 [max_seqs, max_blocks].
+        rings: int32 [max_seqs], blocks of each sequence's ring, 0: none; `None`: no rings at all.
+        slots: int32 [M], the sequence of each row; below 0: only padding.
+        positions: int32 [M].
+        cos: float32 [context, rotary_dim / 2], worked out in float64.
+        sin: likewise.
+        scale: multiplies the queries.
+        interleaved: pairs are elements 2i and 2i+1; otherwise i and i + rotary_dim / 2.
+        q_norm: float32 [head_dim], norm of each head of q.
+        k_norm: likewise of k; both or neither.
+        eps: of these norms.
+        bias: float32, added to every row of `qkv` first.
+        tile: heads of a program, a divisor of `heads` and of `kv_heads`, a power of two.
+        pdl: programmatic dependent launch.
+        warps: of a program.
+    """
+    rows, count, head_dim = q_out.shape
+    kv_heads = keys.shape[2]
+    padded = triton.next_power_of_2(head_dim)
+    if tile is None:
+        # Few programs a row once there are many rows.
+        tile = 1
+        while tile < 8 and count % (2 * tile) == kv_heads % (2 * tile) == 0 and rows > 8 * tile:
+            tile *= 2
+    _heads[(rows, (count + 2 * kv_heads) // tile)](
+        qkv, bias, q_norm, k_norm, cos, sin, positions, slots, tables, rings, keys, values, q_out,
+        eps, scale, tables.stride(0),
+        H=count, KH=kv_heads, HD=head_dim, P=padded, HALF=cos.shape[1], HB=tile,
+        BT=keys.shape[1], INTERLEAVED=interleaved, PDL=pdl,
+        num_warps=warps or warps_for(tile * padded, 128), **launch_options(pdl),
+    )  # fmt: skip
+
+
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """What the launch of a kernel needs beside its arguments."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+def warps_for(elements: int, elements_a_warp: int) -> int:
+    """Warps of a program that holds so many elements: a power of two up to 16."""
+    return min(16, max(1, triton.next_power_of_2(triton.cdiv(elements, elements_a_warp))))
+
+
+def _planes(quantised: Quantised | None, width: int) -> tuple[Tensor | None, ...]:
+    """The parts of quantised rows as the kernels take them: the int8 as bytes."""
+    if quantised is None:
+        return None, None, None
+    if width % QUANTISED_COLUMNS:
+        raise ValueError(f"rows of {width} columns: int8 rows need a multiple of 32")
+    xq, xd, xs = quantised
+    return byte_view(xq), xd, xs
+
+
+def byte_view(xq: Tensor) -> Tensor:
+    """The int8 of quantised rows, which are kept four a word."""
+    import torch
+
+    return xq.view(torch.int8)
