@@ -17,7 +17,7 @@ from asyncllm.engine_thread import Face, Loading, Parts
 from asyncllm.errors import CorruptCheckpointError, ModelLoadError, OptionsError, RequestError
 from asyncllm.info import LoadProgress, LoadStage, ModelInfo
 from asyncllm.options import EngineOptions, SamplingParams, StrPath
-from asyncllm.scheduler.step import LayerGroup, Row, SamplingSpec, StepPlan
+from asyncllm.scheduler.step import LayerGroup, Row, Runner, SamplingSpec, StepPlan
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from asyncllm.kv.pool import KvPool
     from asyncllm.model.config import ModelConfig
     from asyncllm.runner.backend import Backend
-    from asyncllm.runner.runner import StepRunner
 
 STAGES = (
     *("options", "backend", "checkpoint", "configuration", "tokenizer", "weights", "kv-pool"),
@@ -134,7 +133,10 @@ def _build(
             chunk = ChunkPolicy(size, options.chunk_budget_ms)
             backend.suit(config, options.block_tokens)
             kv_dtype = _kv_dtype(options, backend)
-            groups, context_length = _layer_groups(config, options, chunk.maximum, kv_dtype)
+            available = backend.available_bytes(stages.bytes_total)
+            groups, context_length = _layer_groups(
+                config, options, chunk.maximum, kv_dtype, available
+            )
         with stages.stage("tokenizer"):
             tokenizer = Tokenizer.from_metadata(checkpoint.metadata, str(checkpoint.path))
             _check_vocabulary(checkpoint, config, tokenizer.vocab_size)
@@ -154,6 +156,7 @@ def _build(
                 kv_heads=config.kv_heads,
                 head_dim=config.head_dim,
                 dtype=kv_dtype,
+                device=backend.device,
             )
         with stages.stage("kernels"):
             runner = backend.runner(
@@ -204,10 +207,8 @@ def _refuse_what_is_not_there(options: EngineOptions) -> None:
         raise OptionsError(f"kv_store={options.kv_store!r}: there is no block store yet; use None")
     if options.kv_dtype == "int8":
         raise OptionsError('kv_dtype="int8": not there yet; accepted is a floating-point type')
-    if options.device not in ("auto", "cpu"):
-        raise OptionsError(f'device={options.device!r}: only "cpu" is there yet')
     if options.dtype not in ("auto", "float32"):
-        raise OptionsError(f'dtype={options.dtype!r}: on a CPU accepted are "auto" and "float32"')
+        raise OptionsError(f'dtype={options.dtype!r}: accepted are "auto" and "float32" so far')
 
 
 def _kv_dtype(options: EngineOptions, backend: Backend) -> torch.dtype:
@@ -219,7 +220,11 @@ def _kv_dtype(options: EngineOptions, backend: Backend) -> torch.dtype:
 
 
 def _layer_groups(
-    config: ModelConfig, options: EngineOptions, chunk: int, kv_dtype: torch.dtype
+    config: ModelConfig,
+    options: EngineOptions,
+    chunk: int,
+    kv_dtype: torch.dtype,
+    available: int | None,
 ) -> tuple[tuple[LayerGroup, ...], int]:
     """Layer groups with their capacities, and the context length that goes with them."""
     from asyncllm.kv.pool import layer_groups
@@ -238,6 +243,7 @@ def _layer_groups(
         context_length=context_length,
         kv_bytes=options.kv_bytes,
         dtype=kv_dtype,
+        available=available,
     )
     if asked is None:
         held = (g.capacity * options.block_tokens for g in groups if g.window is None)
@@ -267,7 +273,7 @@ def _generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
     return found
 
 
-def _throwaway_steps(runner: StepRunner, pool: KvPool, rows: int) -> None:
+def _throwaway_steps(runner: Runner, pool: KvPool, rows: int) -> None:
     """A chunk and some decode steps into the null blocks, so that no request is the first."""
     params = SamplingParams().resolved({})
     spec = SamplingSpec(params, 0, 0, (0,) * rows, frozenset())
@@ -275,10 +281,10 @@ def _throwaway_steps(runner: StepRunner, pool: KvPool, rows: int) -> None:
     tables = tuple((pool.null_block(group),) * blocks for group in range(len(pool.groups)))
     chunk = Row(-1, 0, 0, rows, spec.prompt_ids, False, tables, True, 0, spec)
     decode = replace(chunk, offset=rows, count=1, tokens=(0,), output_count=1)
-    runner.submit(StepPlan((chunk,)))
+    runner.collect(runner.submit(StepPlan((chunk,))))
     runner.tune(StepPlan((decode,)))
-    runner.submit(StepPlan((decode,)))
-    runner.submit(StepPlan((), released=(-1,)))
+    runner.collect(runner.submit(StepPlan((decode,))))
+    runner.collect(runner.submit(StepPlan((), released=(-1,))))
 
 
 def _info(
@@ -303,7 +309,7 @@ def _info(
         model_context_length=config.context_length,
         kv_ceiling_tokens=min([options.max_seqs * context_length, *full]),
         kv_ceiling_bytes=sum(group.capacity * group.block_bytes for group in groups),
-        device="cpu",
+        device=backend.device,
         dtype="float32",
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         backend=backend.name,

@@ -129,6 +129,9 @@ class FakeRunner:
         assert ticket == expected, "tickets are collected in order"
         return result
 
+    def tune(self, plan: StepPlan) -> None:
+        pass
+
     def grow(self, group: int, blocks: int) -> int:
         assert not self._results, "the pool grew while a step was outstanding"
         self.growth_calls += 1

@@ -31,8 +31,9 @@ class KvPool:
     """For each layer one K and one V buffer, `[blocks, block_tokens, kv_heads, head_dim]`.
 
     On the CPU a buffer is a private anonymous map of the group's whole capacity. The system gives
-    it memory where it is first written, so the pool takes what is used and nothing ever moves. The
-    block after the last, `null_block`, takes the writes of rows that only pad a step.
+    it memory where it is first written, so the pool takes what is used and nothing ever moves. On a
+    GPU it is allocated whole. The block after the last, `null_block`, takes the writes of rows that
+    only pad a step.
 
     Args:
         groups: layers that share block numbers, with their capacities.
@@ -40,7 +41,7 @@ class KvPool:
         kv_heads: heads of K and of V.
         head_dim: width of a head.
         dtype: type that K and V are kept in.
-        device: only the CPU for now.
+        device: where it is.
 
     Attributes:
         groups: as given.
@@ -60,8 +61,7 @@ class KvPool:
         dtype: torch.dtype,
         device: str = "cpu",
     ) -> None:
-        if device != "cpu":
-            raise OptionsError(f"device={device!r}: the K/V pool is on the CPU only for now")
+        self._device = device
         self.groups = tuple(groups)
         self.block_tokens = block_tokens
         self.granted = [0] * len(self.groups)
@@ -71,8 +71,8 @@ class KvPool:
         for group in self.groups:
             shape = (group.capacity + 1, block_tokens, kv_heads, head_dim)
             for layer in group.layers:
-                self.keys[layer] = _mapped(shape, dtype)
-                self.values[layer] = _mapped(shape, dtype)
+                self.keys[layer] = _allocated(shape, dtype, device)
+                self.values[layer] = _allocated(shape, dtype, device)
 
     @property
     def pool_bytes(self) -> int:
@@ -89,8 +89,10 @@ class KvPool:
     def grow(self, group: int, blocks: int) -> int:
         """Grant up to `blocks` more blocks of a group, the next numbers; returns how many."""
         room = self.groups[group].capacity - self.granted[group]
-        free = max(0, available_bytes() - RESERVE_BYTES) // self.groups[group].block_bytes
-        granted = max(0, min(blocks, room, free))
+        granted = max(0, min(blocks, room))
+        if self._device == "cpu":  # where memory is only taken when it is written
+            free = max(0, available_bytes() - RESERVE_BYTES)
+            granted = min(granted, free // self.groups[group].block_bytes)
         self.granted[group] += granted
         self.growths += granted > 0
         return granted
@@ -105,6 +107,14 @@ class KvPool:
         """Let go of the memory. Idempotent."""
         self.keys.clear()
         self.values.clear()
+
+
+def _allocated(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    if device == "cpu":
+        return _mapped(shape, dtype)
+    import torch
+
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -137,6 +147,7 @@ def layer_groups(
     context_length: int,
     kv_bytes: int | Literal["auto"],
     dtype: torch.dtype,
+    available: int | None = None,
 ) -> tuple[LayerGroup, ...]:
     """Which layers share block numbers, and how many blocks each group may hold.
 
@@ -153,6 +164,7 @@ def layer_groups(
         context_length: tokens a sequence may have.
         kv_bytes: bytes of all groups at most; `"auto"`: a share of what is free now.
         dtype: type that K and V are kept in.
+        available: bytes of memory that are free for `"auto"`; `None`: the process's own.
 
     Raises:
         OptionsError: the budget holds not even one short sequence; the message has the numbers.
@@ -178,7 +190,7 @@ def layer_groups(
     wanted = sum(group.capacity * group.block_bytes for group in groups)
     needed = sum(blocks * group.block_bytes for blocks, group in zip(least, groups, strict=True))
     if kv_bytes == "auto":
-        available = available_bytes()
+        available = available_bytes() if available is None else available
         budget = max(0, int(AUTO_SHARE * (available - RESERVE_BYTES)))
         given = f'kv_bytes="auto" gives {budget} bytes ({available} are free)'
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncllm import telemetry
+from asyncllm.errors import OptionsError
 from asyncllm.model.causal_lm import CausalLM
 from asyncllm.runner.plain import PlainRunner
 from asyncllm.runner.threads import physical_cores, use_threads
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from asyncllm.kv.pool import KvPool
     from asyncllm.model.config import ModelConfig
     from asyncllm.options import EngineOptions
-    from asyncllm.runner.runner import StepRunner
+    from asyncllm.scheduler.step import Runner
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Backend:
         name: what `ModelInfo.backend` says.
         kv_dtype: type K and V are kept in unless another is asked for.
         deterministic: whether a row's arithmetic is the same whatever rows run beside it.
+        device: what torch calls it.
         notes: why no faster backend serves, and how to get it.
         library: of compiled kernels; `None` on the plain path.
         isa: which form of them.
@@ -43,6 +45,7 @@ class Backend:
     name: str = "plain torch"
     kv_dtype: str = "float32"
     deterministic: bool = False
+    device: str = "cpu"
     notes: list[str] = field(default_factory=list)
     library: KernelLibrary | None = None
     isa: Isa | None = None
@@ -57,6 +60,10 @@ class Backend:
         """Say why no faster backend serves."""
         self.notes.append(reason)
         telemetry.record("load-stage", stage="backend", backend=self.name, reason=reason)
+
+    def available_bytes(self, weights_bytes: int) -> int | None:
+        """Bytes the K/V pool may count on; `None`: the process's own memory decides."""
+        return None
 
     def suit(self, config: ModelConfig, block_tokens: int) -> None:
         """Fall back to the plain path where a model's shape asks for it."""
@@ -88,7 +95,7 @@ class Backend:
         max_rows: int,
         max_sequences: int,
         should_stop: Callable[[], bool],
-    ) -> StepRunner:
+    ) -> Runner:
         """The runner; the plain one where kernels cannot be compiled."""
         if self.library is not None and self.isa is not None:
             from asyncllm.runner.cpu_step import CpuProgram, CpuRunner
@@ -128,6 +135,103 @@ class Backend:
         self.note(reason)
 
 
+@dataclass(slots=True)
+class CudaBackend(Backend):
+    """Triton kernels on an NVIDIA GPU."""
+
+    model: Any = None
+
+    @property
+    def packs(self) -> bool:
+        """Weights are brought to the device."""
+        return True
+
+    def available_bytes(self, weights_bytes: int) -> int | None:
+        """Bytes of device memory that will be free once the weights are there."""
+        import torch
+
+        # Repacked they take a little more; activations and graphs take the rest of the reserve.
+        return int(torch.cuda.mem_get_info(self.device)[0]) - int(1.05 * weights_bytes) - (1 << 30)
+
+    def suit(self, config: ModelConfig, block_tokens: int) -> None:
+        """Refuse a model whose shape the device path does not have."""
+        from asyncllm.runner.cuda_step import refusal
+
+        reason = refusal(config, block_tokens)
+        if reason is not None:
+            raise OptionsError(f'device={self.device!r}: {reason}; device="cpu" runs it')
+
+    def pack(self, model: CausalLM, on_tiles: Callable[[int], None]) -> None:
+        """Bring the weights to the device."""
+        import torch
+
+        from asyncllm.runner.cuda_step import DeviceModel
+
+        self.model = DeviceModel(model, torch.device(self.device), on_tiles)
+
+    def runner(
+        self,
+        model: CausalLM,
+        pool: KvPool,
+        *,
+        vocab_size: int,
+        max_rows: int,
+        max_sequences: int,
+        should_stop: Callable[[], bool],
+    ) -> Runner:
+        """The runner on the device."""
+        import torch
+
+        from asyncllm.runner.cuda_step import CudaProgram
+        from asyncllm.runner.pipeline import CudaRunner
+
+        weights, self.model = self.model, None
+        slots = 2 * max_sequences
+        program = CudaProgram(
+            model,
+            weights,
+            pool,
+            device=torch.device(self.device),
+            vocab_size=vocab_size,
+            max_rows=max_rows,
+            max_batch=max_sequences,
+            slots=slots,
+            pdl=torch.cuda.get_device_capability(self.device) >= (9, 0),
+        )
+        return CudaRunner(program, pool, vocab_size=vocab_size, slots=slots)
+
+
+def _cuda_backend(options: EngineOptions) -> CudaBackend | None:
+    """The GPU's backend, where it is wanted and there."""
+    if options.device == "cpu":
+        return None
+    import torch
+
+    reason = None
+    if not torch.cuda.is_available():
+        reason = "torch finds no CUDA device"
+    elif find_spec("triton") is None:
+        reason = "triton is not installed"
+    if reason is not None:
+        if options.device == "auto":
+            return None
+        raise OptionsError(f"device={options.device!r}: {reason}")
+    device = "cuda:0" if options.device in ("auto", "cuda") else options.device
+    if int(device.partition(":")[2]) >= torch.cuda.device_count():
+        raise OptionsError(f"device={device!r}: there are {torch.cuda.device_count()}")
+    use_threads(1)
+    torch.cuda.set_device(device)  # of this thread
+    return CudaBackend(
+        1, name="triton", kv_dtype="float16", device=device, notes=[_device_name(device)]
+    )
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
+
+
 def choose_backend(
     options: EngineOptions, on_compiled: Callable[[str, int], None] = lambda name, count: None
 ) -> Backend:
@@ -137,6 +241,9 @@ def choose_backend(
         options: of the engine.
         on_compiled: told of each kernel that had to be compiled, and how many that makes.
     """
+    on_gpu = _cuda_backend(options)
+    if on_gpu is not None:
+        return on_gpu
     reason = None
     if options.widen_weights:
         reason = "widen_weights=True asks for the plain path"

@@ -77,16 +77,24 @@ class SamplingState:
         """Whether `edit` would change the next token's logits."""
         return self._always_edits or len(self.output_ids) < self.spec.params.min_tokens
 
+    def may_draw(self, outputs: int) -> bool:
+        """Whether a device may choose the token after `outputs` others, without the host."""
+        return (
+            self.fault is None
+            and not self.wants_logprobs
+            and not self._always_edits
+            and outputs >= self.spec.params.min_tokens
+            and self.filter.typical_p == math.inf
+        )
+
     @property
     def draw(self) -> Draw | None:
         """How the next token is chosen, where a program may do that; otherwise the sampler must."""
-        if self.fault is not None or self.wants_logprobs or self.edits:
+        if not self.may_draw(len(self.output_ids)):
             return None
         if self.greedy:
             return GREEDY
         chosen = self.filter
-        if chosen.typical_p < math.inf:
-            return None
         uniform = philox.uniform(self.spec.seed, len(self.output_ids), self.spec.index)
         return Draw(chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, uniform)
 

@@ -155,6 +155,9 @@ class Runner(Protocol):
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a submitted step's results; tickets are collected in order."""
 
+    def tune(self, plan: StepPlan) -> None:
+        """Make what choices only timing can make, at load; `plan` is a decode step."""
+
     def grow(self, group: int, blocks: int) -> int:
         """Make room for this many more blocks of a group; returns how many were granted."""
 

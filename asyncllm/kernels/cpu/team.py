@@ -45,8 +45,8 @@ MUTEX: Final = 384
 CONDITION: Final = 512
 STATE_BYTES: Final = 640
 
-# How often a waiting thread looks again before it sleeps: some 20 us. Longer is a little faster while
-# nobody else wants the core, and clearly slower when somebody does.
+# How often a waiting thread looks again before it sleeps: some 20 us. Longer is a little faster
+# while nobody else wants the core, and clearly slower when somebody does.
 LOOKS: Final = 300
 
 PHASE_BYTES: Final = 16  # first segment, number of segments

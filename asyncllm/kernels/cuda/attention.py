@@ -8,8 +8,6 @@ how the tiles are cut depends on the position alone, so a row's result does not 
 Nothing here allocates or synchronises.
 """
 
-# mypy: ignore-missing-imports, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncllm.kernels.cuda.rows import (
     byte_view,
+    emulated,
     launch_options,
     put_quantised,
     softcapped,
@@ -38,55 +37,88 @@ _LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 
 @triton.jit
+def _product(a, b, acc, EMU: tl.constexpr):
+    if EMU:
+        # The interpreter multiplies bfloat16 as if it were whole numbers.
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _tile(
+    acc, peak, total, q, query, kv_head, base, low, high, table, ring, keys, values,
+    KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, RINGS: tl.constexpr, MASKED: tl.constexpr,
+    EMU: tl.constexpr,
+):  # fmt: skip
+    """Add the keys from `base` on to what was seen so far; see `_tiles`."""
+    i = tl.arange(0, P)
+    inside = i < HD
+    key = base + tl.arange(0, BK)
+    number = key // BT
+    if RINGS:
+        number = number % ring
+    if MASKED:
+        here = (key >= low) & (key < high)
+        block = tl.load(table + number, mask=here, other=0)
+    else:
+        block = tl.load(table + number)
+    place = ((block.to(tl.int64) * BT + key % BT) * KH + kv_head) * HD
+    at = place[:, None] + i[None, :]
+    # What is not loaded is 0: another sequence's leftovers may be NaN.
+    if MASKED:
+        wanted = here[:, None] & inside[None, :]
+        k = tl.load(keys + at, mask=wanted, other=0.0).to(q.dtype)
+        v = tl.load(values + at, mask=wanted, other=0.0).to(q.dtype)
+    elif HD == P:
+        k = tl.load(keys + at).to(q.dtype)
+        v = tl.load(values + at).to(q.dtype)
+    else:
+        k = tl.load(keys + at, mask=inside[None, :], other=0.0).to(q.dtype)
+        v = tl.load(values + at, mask=inside[None, :], other=0.0).to(q.dtype)
+    scores = _product(q, tl.trans(k), None, EMU)
+    if CAP > 0:
+        scores = softcapped(scores, CAP)
+    scores *= _LOG2_E
+    if MASKED:
+        seen = here[None, :] & (key[None, :] <= query[:, None])
+        if WINDOW > 0:
+            seen &= key[None, :] > query[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    shrunk = tl.exp2(peak - higher)
+    total = total * shrunk + tl.sum(weights, 1)
+    acc = _product(weights.to(q.dtype), v, acc * shrunk[:, None], EMU)
+    return acc, higher, total
+
+
+@triton.jit
 def _tiles(
     acc, peak, total, q, query, kv_head, start, end, low, high, table, ring, keys, values,
     KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, RINGS: tl.constexpr, MASKED: tl.constexpr,
+    EMU: tl.constexpr,
 ):  # fmt: skip
     """Go over keys `start` to `end`, of which those from `low` up to before `high` exist.
 
     `q`: [lines, P]; `query`: int32 [lines], their positions; `table`: the sequence's blocks.
     """
-    i = tl.arange(0, P)
-    inside = i < HD
-    for base in tl.range(start, end, BK):
-        key = base + tl.arange(0, BK)
-        number = key // BT
-        if RINGS:
-            number = number % ring
-        if MASKED:
-            here = (key >= low) & (key < high)
-            block = tl.load(table + number, mask=here, other=0)
-        else:
-            block = tl.load(table + number)
-        place = ((block.to(tl.int64) * BT + key % BT) * KH + kv_head) * HD
-        at = place[:, None] + i[None, :]
-        # What is not loaded is 0: another sequence's leftovers may be NaN.
-        if MASKED:
-            wanted = here[:, None] & inside[None, :]
-            k = tl.load(keys + at, mask=wanted, other=0.0).to(q.dtype)
-            v = tl.load(values + at, mask=wanted, other=0.0).to(q.dtype)
-        elif HD == P:
-            k = tl.load(keys + at).to(q.dtype)
-            v = tl.load(values + at).to(q.dtype)
-        else:
-            k = tl.load(keys + at, mask=inside[None, :], other=0.0).to(q.dtype)
-            v = tl.load(values + at, mask=inside[None, :], other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k))
-        if CAP > 0:
-            scores = softcapped(scores, CAP)
-        scores *= _LOG2_E
-        if MASKED:
-            seen = here[None, :] & (key[None, :] <= query[:, None])
-            if WINDOW > 0:
-                seen &= key[None, :] > query[:, None] - WINDOW
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrunk = tl.exp2(peak - higher)
-        total = total * shrunk + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), v, acc * shrunk[:, None])
-        peak = higher
+    if EMU:
+        # The interpreter's range takes no bounds worked out in a kernel.
+        base = start
+        while base < end:
+            acc, peak, total = _tile(
+                acc, peak, total, q, query, kv_head, base, low, high, table, ring, keys, values,
+                KH, HD, P, BT, BK, WINDOW, CAP, RINGS, MASKED, EMU,
+            )  # fmt: skip
+            base += BK
+    else:
+        for base in tl.range(start, end, BK):
+            acc, peak, total = _tile(
+                acc, peak, total, q, query, kv_head, base, low, high, table, ring, keys, values,
+                KH, HD, P, BT, BK, WINDOW, CAP, RINGS, MASKED, EMU,
+            )  # fmt: skip
     return acc, peak, total
 
 
@@ -97,7 +129,7 @@ def _decode(
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, LINES: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, SP: tl.constexpr, SC: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, PDL: tl.constexpr, EMU: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -124,7 +156,7 @@ def _decode(
         ring = tl.where(ring > 0, ring, 1 << 30)
     # A place for each split of each line: [row, kv head, split, GP].
     base = (row * KH + kv_head) * SPLITS
-    last = active == 0  # a padding row: zeros
+    last = (active == 0) & (split == 0)  # a padding row: zeros
     if split < active:
         line = tl.arange(0, LINES)
         at = (row * H + kv_head * G + line)[:, None] * HD + i[None, :]
@@ -137,7 +169,7 @@ def _decode(
         acc, peak, total = _tiles(
             acc, peak, total, query, tl.full([LINES], 0, tl.int32) + position, kv_head,
             start, end, low, position + 1, tables + slot.to(tl.int64) * table_stride, ring,
-            keys, values, KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True,
+            keys, values, KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True, EMU,
         )  # fmt: skip
         spot = (base + split) * GP + line
         tl.store(partial + spot[:, None] * P + i[None, :], acc, mask=(line < G)[:, None])
@@ -148,28 +180,30 @@ def _decode(
         if active > 1:
             before = tl.atomic_add(counters + row * KH + kv_head, 1, sem="acq_rel")
             last = before == active - 1
-    elif split > 0:
-        last = False
     if last:
         group = tl.arange(0, GP)
         every = tl.arange(0, SP)
         # Other programs wrote these: not from this one's cache.
-        spot = (base + every)[:, None] * GP + group[None, :]
+        places = (base + every)[:, None] * GP + group[None, :]
         mine = (every < active)[:, None] & (group < G)[None, :]
-        tops = tl.load(peaks + spot * 2, mask=mine, other=_LOWEST, cache_modifier=".cg")
-        sums = tl.load(peaks + spot * 2 + 1, mask=mine, other=0.0, cache_modifier=".cg")
+        tops = tl.load(peaks + places * 2, mask=mine, other=_LOWEST, cache_modifier=".cg")
+        sums = tl.load(peaks + places * 2 + 1, mask=mine, other=0.0, cache_modifier=".cg")
         top = tl.max(tops, 0)
         divisor = tl.sum(tl.exp2(tops - top[None, :]) * sums, 0)
         result = tl.zeros([GP, P], tl.float32)
-        for begin in tl.range(0, active, SC):
+        begin = active * 0
+        while begin < active:
             some = begin + tl.arange(0, SC)
-            spot = (base + some)[:, None] * GP + group[None, :]
-            mine = (some < active)[:, None] & (group < G)[None, :]
-            tops = tl.load(peaks + spot * 2, mask=mine, other=_LOWEST, cache_modifier=".cg")
-            share = tl.where(mine, tl.exp2(tops - top[None, :]), 0.0)
-            at = spot[:, :, None] * P + i[None, None, :]
-            parts = tl.load(partial + at, mask=mine[:, :, None], other=0.0, cache_modifier=".cg")
-            result += tl.sum(parts * share[:, :, None], 0)
+            place = (base + some)[:, None] * GP + group[None, :]
+            there = (some < active)[:, None] & (group < G)[None, :]
+            peak_there = tl.load(peaks + place * 2, mask=there, other=_LOWEST, cache_modifier=".cg")
+            share = tl.where(there, tl.exp2(peak_there - top[None, :]), 0.0)
+            at_there = place[:, :, None] * P + i[None, None, :]
+            part = tl.load(
+                partial + at_there, mask=there[:, :, None], other=0.0, cache_modifier=".cg"
+            )
+            result += tl.sum(part * share[:, :, None], 0)
+            begin += SC
         # 0 only where a line is none, or of a padding row.
         result = result / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
         _put_heads(
@@ -201,9 +235,7 @@ def _put_heads(
         rows = tl.reshape(row[:, None] + nothing, [LINES * runs])
         blocks = tl.reshape(head[:, None] * (HD // 32) + run + nothing, [LINES * runs])
         wanted = tl.reshape(keep[:, None] & (run + nothing < HD // 32), [LINES * runs])
-        put_quantised(
-            tl.reshape(v, [LINES * runs, 32]), rows, blocks, wanted, xq, xd, xs, H * HD
-        )
+        put_quantised(tl.reshape(v, [LINES * runs, 32]), rows, blocks, wanted, xq, xd, xs, H * HD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +277,7 @@ class DecodeScratch:
 
 
 def decode_splits(rows: int, kv_heads: int, max_context: int, processors: int = 132) -> int:
-    """Into how many programs to share out a row's keys so that the device is busy, a power of two."""
+    """Into how many programs to share out a row's keys to keep the device busy, a power of two."""
     wanted = max(1, processors // (rows * kv_heads))
     longest = max(1, max_context // 64)
     return 1 << (min(wanted, longest, 64).bit_length() - 1)
@@ -305,7 +337,7 @@ def decode(
         LINES=max(16, grouped), BT=keys.shape[1], BK=tile or (64 if padded <= 128 else 32),
         SPLITS=splits, SP=triton.next_power_of_2(splits),
         SC=max(1, min(triton.next_power_of_2(splits), 4096 // (grouped * padded))),
-        WINDOW=window or 0, CAP=float(cap), PDL=pdl,
+        WINDOW=window or 0, CAP=float(cap), PDL=pdl, EMU=emulated(),
         num_warps=warps, num_stages=stages, **launch_options(pdl),
     )  # fmt: skip
 
@@ -315,7 +347,7 @@ def _prefill(
     q, keys, values, tables, rings, spans, xq, xd, xs, half, out, table_stride,
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr, EMU: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -363,17 +395,17 @@ def _prefill(
             acc, peak, total = _tiles(
                 acc, peak, total, lines, query, kv_head, start, whole, low, newest + 1,
                 table, ring, keys, values,
-                KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True,
+                KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True, EMU,
             )  # fmt: skip
         acc, peak, total = _tiles(
             acc, peak, total, lines, query, kv_head, whole, until, low, newest + 1,
             table, ring, keys, values,
-            KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, False,
+            KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, False, EMU,
         )  # fmt: skip
         acc, peak, total = _tiles(
             acc, peak, total, lines, query, kv_head, tl.maximum(whole, until), newest + 1,
             low, newest + 1, table, ring, keys, values,
-            KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True,
+            KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True, EMU,
         )  # fmt: skip
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         _put_heads(acc, row, head, keep, xq, xd, xs, half, out, H, HD, P, BQ)
@@ -424,12 +456,13 @@ def prefill(
     kv_heads = keys.shape[2]
     group = heads // kv_heads
     padded, grouped = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
-    lines = max(lines or (128 if padded <= 128 else 64), grouped)
+    lines = max(lines or 128, grouped)
     xq, xd, xs = _planes(quantised, head_dim)
     _prefill[(triton.cdiv(longest, lines // grouped), kv_heads, spans.shape[0])](
         q, keys, values, tables, rings, spans, xq, xd, xs, half, out, tables.stride(0),
         H=heads, KH=kv_heads, HD=head_dim, P=padded, G=group, GP=grouped,
-        BQ=lines, BT=keys.shape[1], BK=tile or 64, WINDOW=window or 0, CAP=float(cap), PDL=pdl,
+        BQ=lines, BT=keys.shape[1], BK=tile or (64 if padded <= 128 else 32),
+        WINDOW=window or 0, CAP=float(cap), PDL=pdl, EMU=emulated(),
         num_warps=warps or (8 if lines >= 128 else 4), num_stages=stages, **launch_options(pdl),
     )  # fmt: skip
 

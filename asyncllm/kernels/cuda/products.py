@@ -5,9 +5,11 @@ sub-block of 32 columns. Weights of the first steps are all asked for before any
 for; long rows go on in a loop that stays two steps ahead.
 """
 
+# ruff: noqa: RUF005
+# The language of kernels has tuples without unpacking.
+
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import triton
@@ -17,7 +19,6 @@ from torch import Tensor
 from asyncllm.kernels.cuda.spelling import (
     EMULATED,
     EXPONENT,
-    FLOAT16,
     SUPER,
     await_inputs,
     depend,
@@ -47,7 +48,7 @@ _IN_FLIGHT: Final = 8
 @triton.jit
 def _stacked(values, COUNT: tl.constexpr, S: tl.constexpr):
     """COUNT, a power of 2, tensors [S] as one [S, COUNT]."""
-    for level in tl.static_range(5):
+    for level in tl.static_range(8):
         if COUNT >> level > 1:
             paired = ()
             for i in tl.static_range(COUNT >> (level + 1)):
@@ -57,39 +58,24 @@ def _stacked(values, COUNT: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def _sums(values, COUNT: tl.constexpr, S: tl.constexpr):
-    """The sums of COUNT tensors [S], in chunks that the registers hold, [COUNT padded]."""
-    return tl.sum(_stacked(values, COUNT, S), 0)
-
-
-@triton.jit
 def _activation(gate, GELU: tl.constexpr):
+    # Beyond 80 only the exponential still changes, and overflows in the end.
     if GELU:
         z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * z)))
+        return gate * (1.0 - 1.0 / (1.0 + tl.exp(tl.minimum(2.0 * z, 80.0))))
     else:
-        return gate / (1.0 + tl.exp(-gate))
+        return gate / (1.0 + tl.exp(tl.minimum(-gate, 80.0)))
 
 
 @triton.jit
-def _dot(
-    codes,
-    part,
-    x,
-    scale,
-    sums_low,
-    sums_high,
-    PARTS: tl.constexpr,
-    BITS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TABLE: tl.constexpr,
-    GROUP: tl.constexpr,
-    MINIMUM: tl.constexpr,
-    SCALE: tl.constexpr,
-    EMU: tl.constexpr,
-):
-    """What each sub-block adds to the product of one row by one row."""
-    low, high = dots(codes, x, BITS, TABLE, EMU)
+def _dot(codes, part, x, scale, sums_low, sums_high, FORM: tl.constexpr, EMU: tl.constexpr):
+    """What each sub-block adds to the product of a row of the weight by a row of activations."""
+    OFFSET: tl.constexpr = FORM[1]
+    GROUP: tl.constexpr = FORM[3]
+    MINIMUM: tl.constexpr = FORM[4]
+    SCALE: tl.constexpr = FORM[5]
+    PARTS: tl.constexpr = FORM[6]
+    low, high = dots(codes, x, FORM, EMU)
     if SCALE == SUPER:
         s = part[PARTS - 2].to(tl.int32)
         d = part[PARTS - 1]
@@ -127,6 +113,96 @@ def _dot(
 
 
 @triton.jit
+def _load_rows(one, other, row0, N, step, SUBS, S, MASKED, R, ROWS, FORM):
+    """What R rows of a weight, and as many of the other if ROWS is twice R, have for a step."""
+    parts = ()
+    for r in tl.static_range(ROWS):
+        # Rows beyond the last are the last one again, and not stored.
+        row = tl.minimum(row0 + r % R, N - 1).to(tl.int64)
+        if r < R:
+            parts = parts + load_part(*one, row, step, SUBS, S, MASKED, FORM)
+        else:
+            parts = parts + load_part(*other, row, step, SUBS, S, MASKED, FORM)
+    return parts
+
+
+@triton.jit
+def _step(parts, sums, xq, xd, xs, step, SUBS, S, M, ROWS, MASKED, FORM, EMU):
+    """The sums [row of activations * ROWS + row of the weight] after another step."""
+    PARTS: tl.constexpr = FORM[6]
+    c1 = step * S + tl.arange(0, S)
+    c4 = step * (4 * S) + tl.arange(0, 4 * S)
+    if MASKED:
+        m1 = c1 < SUBS
+        m4 = c4 < SUBS * 4
+    else:
+        m1 = None
+        m4 = None
+    z = 0 if MASKED else None
+    codes = ()
+    for r in tl.static_range(ROWS):
+        codes = codes + spell(parts[r * PARTS : (r + 1) * PARTS], S, FORM, EMU)
+    after = ()
+    for m in tl.static_range(M):
+        words = xq + m * (SUBS * 8) + c4
+        x = quarters(tl.load(words, mask=m4, other=z), S)
+        x = x + quarters(tl.load(words + SUBS * 4, mask=m4, other=z), S)
+        scale = tl.load(xd + m * SUBS + c1, mask=m1, other=z)
+        both = tl.load(xs + m * SUBS + c1, mask=m1, other=z)
+        for r in tl.static_range(ROWS):
+            part = parts[r * PARTS : (r + 1) * PARTS]
+            eight = codes[r * 8 : (r + 1) * 8]
+            more = _dot(eight, part, x, scale, (both << 16) >> 16, both >> 16, FORM, EMU)
+            after = after + (sums[m * ROWS + r] + more,)
+    return after
+
+
+@triton.jit
+def _finish(
+    sums,
+    residual,
+    bias,
+    out,
+    row0,
+    N,
+    residual_stride,
+    out_stride,
+    M,
+    R,
+    P,
+    S,
+    ROWS,
+    ACT,
+    RES,
+    BIAS,
+):
+    """Add up what the threads have and store it: P is M * R or the power of 2 above."""
+    first = ()
+    second = ()
+    for p in tl.static_range(P):
+        if p < M * R:
+            first = first + (sums[p // R * ROWS + p % R],)
+            if ROWS > R:
+                second = second + (sums[p // R * ROWS + R + p % R],)
+        else:
+            first = first + (sums[0] * 0,)
+            if ROWS > R:
+                second = second + (sums[0] * 0,)
+    value = tl.sum(_stacked(first, P, S), 0)
+    if ROWS > R:
+        value = _activation(value, ACT) * tl.sum(_stacked(second, P, S), 0)
+    p = tl.arange(0, P)
+    m = p // R
+    row = row0 + p % R
+    inside = (m < M) & (row < N)
+    if BIAS:
+        value += tl.load(bias + row, mask=inside, other=0)
+    if RES:
+        value += tl.load(residual + m.to(tl.int64) * residual_stride + row, mask=inside, other=0)
+    tl.store(out + m.to(tl.int64) * out_stride + row, value, mask=inside)
+
+
+@triton.jit
 def _few_rows(
     codes,
     upper,
@@ -149,75 +225,213 @@ def _few_rows(
     M: tl.constexpr,
     W: tl.constexpr,
     R: tl.constexpr,
+    P: tl.constexpr,
     AHEAD: tl.constexpr,
-    GLU: tl.constexpr,
-    GELU: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    ACT: tl.constexpr,
+    RES: tl.constexpr,
     BIAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BITS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    TABLE: tl.constexpr,
-    GROUP: tl.constexpr,
-    MINIMUM: tl.constexpr,
-    SCALE: tl.constexpr,
+    FORM: tl.constexpr,
     PDL: tl.constexpr,
     EMU: tl.constexpr,
 ):
-    """R rows of the weight (of both weights, with GLU) by M rows of activations."""
+    """R rows of a weight (ROWS: and as many of another) by M rows of activations."""
     SUBS: tl.constexpr = K // 32
     S: tl.constexpr = 32 * W
     STEPS: tl.constexpr = (SUBS + S - 1) // S
-    # A step beyond the last is asked for where a loop runs ahead, and must find nothing.
-    MASKED: tl.constexpr = SUBS % S != 0 or STEPS > AHEAD
-    ROWS: tl.constexpr = 2 * R if GLU else R
+    PARTS: tl.constexpr = FORM[6] * ROWS
+    UNEVEN: tl.constexpr = SUBS % S != 0
+    # Steps beyond the last are asked for where a loop runs ahead, and must find nothing.
+    MASKED: tl.constexpr = UNEVEN or STEPS > AHEAD
     depend(PDL)
     row0 = tl.program_id(0) * R
+    one = (codes, upper, scales, supers)
+    other = (codes_up, upper_up, scales_up, supers_up)
     parts = ()
     for step in tl.static_range(AHEAD):
-        for r in tl.static_range(ROWS):
-            # Rows beyond the last are the last one again, and not stored.
-            row = tl.minimum(row0 + r % R, N - 1).to(tl.int64)
-            if r < R:
-                parts = parts + load_part(
-                    codes, upper, scales, supers, row, step, SUBS, S, MASKED, BITS, SCALE
-                )
-            else:
-                parts = parts + load_part(
-                    codes_up, upper_up, scales_up, supers_up, row, step, SUBS, S, MASKED, BITS, SCALE
-                )
+        parts = parts + _load_rows(one, other, row0, N, step, SUBS, S, MASKED, R, ROWS, FORM)
     await_inputs(PDL)
     sums = ()
     for _ in tl.static_range(M * ROWS):
         sums = sums + (tl.zeros([S], tl.float32),)
     if STEPS <= AHEAD:
         for step in tl.static_range(STEPS):
-            sums = _step(
-                parts[step * ROWS * PARTS : (step + 1) * ROWS * PARTS],
-                *(sums, xq, xd, xs, step, SUBS, S, M, ROWS, SUBS % S != 0),
-                *(PARTS, BITS, OFFSET, TABLE, GROUP, MINIMUM, SCALE, EMU),
-            )
+            now = parts[step * PARTS : (step + 1) * PARTS]
+            sums = _step(now, sums, xq, xd, xs, step, SUBS, S, M, ROWS, UNEVEN, FORM, EMU)
     else:
         for step in range(STEPS):
-            for r in tl.static_range(ROWS):
-                row = tl.minimum(row0 + r % R, N - 1).to(tl.int64)
-                if r < R:
-                    parts = parts + load_part(
-                        *(codes, upper, scales, supers),
-                        *(row, step + AHEAD, SUBS, S, MASKED, BITS, SCALE),
-                    )
-                else:
-                    parts = parts + load_part(
-                        *(codes_up, upper_up, scales_up, supers_up),
-                        *(row, step + AHEAD, SUBS, S, MASKED, BITS, SCALE),
-                    )
-            sums = _step(
-                parts[: ROWS * PARTS],
-                *(sums, xq, xd, xs, step, SUBS, S, M, ROWS, SUBS % S != 0),
-                *(PARTS, BITS, OFFSET, TABLE, GROUP, MINIMUM, SCALE, EMU),
+            following = _load_rows(
+                one, other, row0, N, step + AHEAD, SUBS, S, MASKED, R, ROWS, FORM
             )
-            parts = parts[ROWS * PARTS :]
+            now = parts[:PARTS]
+            sums = _step(now, sums, xq, xd, xs, step, SUBS, S, M, ROWS, UNEVEN, FORM, EMU)
+            parts = parts[PARTS:] + following
     _finish(
         *(sums, residual, bias, out, row0, N, residual_stride, out_stride),
-        *(M, R, S, GLU, GELU, RESIDUAL, BIAS),
+        *(M, R, P, S, ROWS, ACT, RES, BIAS),
+    )
+
+
+@triton.jit
+def _load_float_rows(values, values_up, row0, N, step, K, S, R, ROWS):
+    c = step * S + tl.arange(0, S)
+    weights = ()
+    for r in tl.static_range(ROWS):
+        row = tl.minimum(row0 + r % R, N - 1).to(tl.int64)
+        if r < R:
+            weights = weights + (tl.load(values + row * K + c, mask=c < K, other=0),)
+        else:
+            weights = weights + (tl.load(values_up + row * K + c, mask=c < K, other=0),)
+    return weights
+
+
+@triton.jit
+def _few_rows_float(
+    values,
+    values_up,
+    x,
+    residual,
+    bias,
+    out,
+    N,
+    x_stride,
+    residual_stride,
+    out_stride,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    W: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    ROWS: tl.constexpr,
+    ACT: tl.constexpr,
+    RES: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The same for weights that are floats."""
+    S: tl.constexpr = 128 * W
+    depend(PDL)
+    row0 = tl.program_id(0) * R
+    weights = _load_float_rows(values, values_up, row0, N, 0, K, S, R, ROWS)
+    await_inputs(PDL)
+    sums = ()
+    for _ in tl.static_range(M * ROWS):
+        sums = sums + (tl.zeros([S], tl.float32),)
+    for step in range((K + S - 1) // S):
+        following = _load_float_rows(values, values_up, row0, N, step + 1, K, S, R, ROWS)
+        c = step * S + tl.arange(0, S)
+        after = ()
+        for m in tl.static_range(M):
+            xm = tl.load(x + m * x_stride + c, mask=c < K, other=0).to(tl.float32)
+            for r in tl.static_range(ROWS):
+                after = after + (sums[m * ROWS + r] + weights[r].to(tl.float32) * xm,)
+        sums = after
+        weights = following
+    _finish(
+        *(sums, residual, bias, out, row0, N, residual_stride, out_stride),
+        *(M, R, P, S, ROWS, ACT, RES, BIAS),
+    )
+
+
+def default_config(weight: DeviceWeight, rows: int) -> Config:
+    """Warps and rows of the weight of a program, where nothing was timed."""
+    subs = weight.columns // 32
+    if rows > 1:
+        return (1, 2) if rows > 8 else (1, 4)
+    warps = 4 if subs >= 128 else 2 if subs >= 64 else 1
+    return warps, 2 if weight.rows < 8192 else 4
+
+
+def configs(weight: DeviceWeight, rows: int) -> list[Config]:
+    """What is worth timing for a weight and a number of rows of activations."""
+    subs = weight.columns // 32
+    # Threads without work are worth nothing, nor are more sums than registers hold.
+    warps = [w for w in ((1, 2, 4, 8) if rows == 1 else (1, 2, 4)) if w == 1 or 16 * w <= subs]
+    owned = (1, 2, 4, 8) if rows == 1 else (2, 4)
+    return [(w, r) for w in warps for r in owned if r * rows <= 64]
+
+
+def few_rows(
+    weight: DeviceWeight,
+    x: QuantisedRows | Tensor,
+    out: Tensor,
+    *,
+    up: DeviceWeight | None = None,
+    activation: str = "silu",
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_offset: int = 0,
+    pdl: bool = False,
+    config: Config | None = None,
+) -> None:
+    """`out = x @ weight.T`, or `activation(x @ weight.T) * (x @ up.T)`, of 1 to 16 rows.
+
+    Args:
+        weight: [outputs, columns].
+        x: quantised rows; float32 or float16 [rows, columns] where the weight is floats.
+        out: float32 [rows, at least out_offset + outputs]; written from column out_offset on.
+        up: of the same form and shape as `weight`.
+        activation: `"silu"` or `"gelu_tanh"`; meaningful with `up`.
+        residual: float32 [rows, outputs], added; may be what is written.
+        bias: float32 [outputs], added.
+        out_offset: see `out`.
+        pdl: whether the kernel may start before the one ahead of it has ended. That one must then
+            be of this package too.
+        config: one of `configs`.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    rows = len(x) if isinstance(x, Tensor) else len(x[1])
+    if not 1 <= rows <= MOST_ROWS:
+        raise ValueError(f"1 to {MOST_ROWS} rows, not {rows}")
+    if up is not None and (up.form, up.rows, up.columns) != (
+        *(weight.form, weight.rows, weight.columns),
+    ):
+        raise ValueError(f"gate is {weight.form} of {weight.rows} rows, up {up.form} of {up.rows}")
+    if out.shape[1] < out_offset + weight.rows or len(out) < rows or out.stride(1) != 1:
+        raise ValueError(f"results [{rows}, {weight.rows}] do not fit in {list(out.shape)}")
+    warps, owned = config or default_config(weight, rows)
+    target = out[:, out_offset:]
+    traits: dict[str, Any] = {
+        "K": weight.columns,
+        "M": rows,
+        "W": warps,
+        "R": owned,
+        "P": triton.next_power_of_2(rows * owned),
+        "ROWS": owned if up is None else 2 * owned,
+        "ACT": activation == "gelu_tanh",
+        "RES": residual is not None,
+        "BIAS": bias is not None,
+        "PDL": pdl,
+        "num_warps": warps,
+    }
+    if pdl:
+        traits["launch_pdl"] = True
+    residual_stride = 0 if residual is None else residual.stride(0)
+    last = (
+        *(target if residual is None else residual, target if bias is None else bias, target),
+        weight.rows,
+    )
+    grid = (triton.cdiv(weight.rows, owned),)
+    if isinstance(x, Tensor):
+        values = weight.planes["values"]
+        _few_rows_float[grid](
+            *(values, values if up is None else up.planes["values"], x, *last),
+            *(x.stride(0), residual_stride, out.stride(0)),
+            **traits,
+        )
+        return
+    form = form_of(weight)
+    steps = triton.cdiv(weight.columns // 32, 32 * warps)
+    ahead = steps if steps * traits["ROWS"] <= _IN_FLIGHT else 2
+    if rows > 1:
+        ahead = 1
+    _few_rows[grid](
+        *(*form.planes, *(form.planes if up is None else form_of(up).planes), *x, *last),
+        *(residual_stride, out.stride(0)),
+        AHEAD=ahead,
+        FORM=form.traits,
+        EMU=EMULATED,
+        **traits,
     )

@@ -7,8 +7,6 @@ before it where it first needs its results (programmatic dependent launch).
 A row whose slot is below 0 only pads a batch: nothing of it reaches the pool.
 """
 
-# mypy: ignore-missing-imports, allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -52,7 +50,7 @@ def put_quantised(v, row, block, keep, xq, xd, xs, K: tl.constexpr):
     """Write runs of 32 columns as int8 with a scale each.
 
     `v`: float32 [N, 32]; `row`, `block`: where each run belongs, int64 and int32 [N] or scalars;
-    `keep`: which to write. Plane 0 of `xq` has the first 16 columns of each run, plane 1 the others;
+    `keep`: which to write. Plane 0 of `xq` has the first 16 columns of each run, plane 1 the rest;
     `xs` the sums of both, 16 bits each. A run with a NaN or an infinity gets the scale NaN.
     """
     i = tl.arange(0, 32)[None, :]
@@ -326,8 +324,8 @@ def _heads(
         s = tl.load(sin + turn, mask=rotated, other=0.0)
         v = v * c[None, :] + u * tl.where(leads, -s, s)[None, :]
     if is_q:
-        at = q_out + (row * H + head)[:, None] * HD + i[None, :]
-        tl.store(at, (v * scale).to(q_out.dtype.element_ty), mask=inside[None, :])
+        q_at = q_out + (row * H + head)[:, None] * HD + i[None, :]
+        tl.store(q_at, (v * scale).to(q_out.dtype.element_ty), mask=inside[None, :])
     else:
         number = position // BT
         if rings is not None:
@@ -336,11 +334,11 @@ def _heads(
         block = tl.load(tables + slot.to(tl.int64) * table_stride + number, mask=used, other=0)
         place = (block.to(tl.int64) * BT + position % BT) * KH
         if is_k:
-            at = keys + (place + head - H)[:, None] * HD + i[None, :]
-            tl.store(at, v.to(keys.dtype.element_ty), mask=inside[None, :] & used)
+            k_at = keys + (place + head - H)[:, None] * HD + i[None, :]
+            tl.store(k_at, v.to(keys.dtype.element_ty), mask=inside[None, :] & used)
         else:
-            at = values + (place + head - H - KH)[:, None] * HD + i[None, :]
-            tl.store(at, v.to(values.dtype.element_ty), mask=inside[None, :] & used)
+            v_at = values + (place + head - H - KH)[:, None] * HD + i[None, :]
+            tl.store(v_at, v.to(values.dtype.element_ty), mask=inside[None, :] & used)
 
 
 def heads(
@@ -405,6 +403,11 @@ def heads(
     )  # fmt: skip
 
 
+def emulated() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return bool(triton.knobs.runtime.interpret)
+
+
 def launch_options(pdl: bool) -> dict[str, Any]:
     """What the launch of a kernel needs beside its arguments."""
     return {"launch_pdl": True} if pdl else {}
@@ -412,7 +415,8 @@ def launch_options(pdl: bool) -> dict[str, Any]:
 
 def warps_for(elements: int, elements_a_warp: int) -> int:
     """Warps of a program that holds so many elements: a power of two up to 16."""
-    return min(16, max(1, triton.next_power_of_2(triton.cdiv(elements, elements_a_warp))))
+    warps: int = triton.next_power_of_2(triton.cdiv(elements, elements_a_warp))
+    return min(16, warps)
 
 
 def _planes(quantised: Quantised | None, width: int) -> tuple[Tensor | None, ...]:

@@ -6,10 +6,13 @@ another thread's data. The interpreter knows no inline assembly: with EMU the sa
 plain arithmetic.
 """
 
+# ruff: noqa: RUF005, SIM108
+# The language of kernels has tuples without unpacking.
+
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import triton
 import triton.language as tl
@@ -27,21 +30,30 @@ FLOAT16: Final = tl.constexpr(0)
 SUPER: Final = tl.constexpr(1)
 EXPONENT: Final = tl.constexpr(2)
 
-_TABLES: Final = {None: 0, IQ4_VALUES: 1, E2M1_VALUES: 2}
-_IQ4: Final = tl.constexpr(IQ4_VALUES)
-_E2M1: Final = tl.constexpr(E2M1_VALUES)
+_TABLES: Final[dict[tuple[int, ...] | None, int]] = {None: 0, IQ4_VALUES: 1, E2M1_VALUES: 2}
+
+
+def _table_words(table: tuple[int, ...]) -> list[int]:
+    """Signed bytes, four to a signed word, the first lowest."""
+    return [
+        int.from_bytes(
+            bytes(value & 255 for value in table[start : start + 4]), "little", signed=True
+        )
+        for start in range(0, 16, 4)
+    ]
+
+
+_IQ4_WORDS: Final = tl.constexpr(tuple(_table_words(IQ4_VALUES)))
+_E2M1_WORDS: Final = tl.constexpr(tuple(_table_words(E2M1_VALUES)))
 
 
 def _look_up_assembly(table: tuple[int, ...]) -> str:
     """$0, $1: the values of the low and of the high nibbles of $2, signed bytes."""
-    words = [
-        sum((value & 255) << (8 * place) for place, value in enumerate(table[start : start + 4]))
-        for start in range(0, 16, 4)
-    ]
     # A byte permutation looks four nibbles up in 8 bytes, so both halves of the table are asked,
     # and another picks by the nibbles' highest bits: 0, 1, 2, 3 from the first, 4 to 7 the second.
     steps = [
-        f"mov.b32 t{place}, {word:#x};" for place, word in enumerate(words)
+        f"mov.b32 t{place}, {word & 0xFFFFFFFF:#x};"
+        for place, word in enumerate(_table_words(table))
     ]
     steps += [
         "and.b32 i, $2, 0x77777777;",
@@ -85,12 +97,12 @@ class Form:
     Attributes:
         planes: codes, upper bits, uppermost bits, scales, super-scales; what a format lacks is
             some other plane.
-        traits: keyword arguments of a kernel: BITS, OFFSET, TABLE, GROUP, MINIMUM, SCALE and
-            PARTS, the number of tensors that `load_part` gives.
+        traits: the constexpr FORM of a kernel: BITS, OFFSET, TABLE (0, or which), GROUP, MINIMUM,
+            SCALE, and PARTS, the number of tensors that `load_part` gives.
     """
 
     planes: tuple[Tensor, ...]
-    traits: dict[str, Any]
+    traits: tuple[int, ...]
 
 
 def form_of(weight: DeviceWeight) -> Form:
@@ -102,15 +114,12 @@ def form_of(weight: DeviceWeight) -> Form:
     names |= {6: ("codes4", "codes2"), 8: ("codes8",)}
     codes = [planes[name] for name in names[layout.bits]]
     scale = {"float16": 0, "super": 1, "exponent": 2}[layout.scale]
-    traits = {
-        "BITS": layout.bits,
-        "OFFSET": layout.offset if layout.bits < 8 else 0,
-        "TABLE": _TABLES[layout.table],
-        "GROUP": layout.group,
-        "MINIMUM": layout.minimum,
-        "SCALE": scale,
-        "PARTS": (2 if layout.bits in (3, 5, 6, 8) else 1) + 1 + (scale == 1),
-    }
+    upper = 2 if layout.bits in (3, 5, 6, 8) else 1
+    offset = layout.offset if layout.bits < 8 else 0
+    traits = (
+        *(layout.bits, offset, _TABLES[layout.table], layout.group, int(layout.minimum), scale),
+        upper + 1 + (scale == 1),
+    )
     scales = planes["scales"]
     pointers = (codes[0], codes[-1], scales, planes.get("supers", scales))
     return Form(pointers, traits)
@@ -150,10 +159,11 @@ def load_part(
     SUBS: tl.constexpr,
     S: tl.constexpr,
     MASKED: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """What a row has for sub-blocks `step * S` and on: a tuple of PARTS tensors."""
+    BITS: tl.constexpr = FORM[0]
+    SCALE: tl.constexpr = FORM[5]
     c1 = step * S + tl.arange(0, S)
     c2 = step * (2 * S) + tl.arange(0, 2 * S)
     c4 = step * (4 * S) + tl.arange(0, 4 * S)
@@ -187,19 +197,26 @@ def load_part(
 
 
 @triton.jit
+def table_value(code, TABLE: tl.constexpr):
+    """The value of each code of 4 bits, by arithmetic."""
+    w0: tl.constexpr = _IQ4_WORDS[0] if TABLE == 1 else _E2M1_WORDS[0]
+    w1: tl.constexpr = _IQ4_WORDS[1] if TABLE == 1 else _E2M1_WORDS[1]
+    w2: tl.constexpr = _IQ4_WORDS[2] if TABLE == 1 else _E2M1_WORDS[2]
+    w3: tl.constexpr = _IQ4_WORDS[3] if TABLE == 1 else _E2M1_WORDS[3]
+    word = tl.where(code < 8, tl.where(code < 4, w0, w1), tl.where(code < 12, w2, w3))
+    return (word << (24 - 8 * (code & 3))) >> 24
+
+
+@triton.jit
 def look_up(word, TABLE: tl.constexpr, EMU: tl.constexpr):
     """The values of a word's low nibbles and of its high ones, four signed bytes each."""
     if EMU:
-        low = word * 0
-        high = word * 0
-        for code in tl.static_range(16):
-            value = (_IQ4[code] if TABLE == 1 else _E2M1[code]) & 255
-            for byte in tl.static_range(4):
-                found = tl.where(((word >> (8 * byte)) & 15) == code, value, 0)
-                low |= found << (8 * byte)
-                found = tl.where(((word >> (8 * byte + 4)) & 15) == code, value, 0)
-                high |= found << (8 * byte)
-        return low, high
+        up = 8 * tl.arange(0, 4)[None, :]
+        low = (word[:, None] >> up) & 15
+        high = (word[:, None] >> (up + 4)) & 15
+        a = table_value(low, TABLE) & 255
+        b = table_value(high, TABLE) & 255
+        return tl.sum(a << up, 1), tl.sum(b << up, 1)
     else:
         return tl.inline_asm_elementwise(
             _LOOK_UP_IQ4 if TABLE == 1 else _LOOK_UP_E2M1,
@@ -212,17 +229,20 @@ def look_up(word, TABLE: tl.constexpr, EMU: tl.constexpr):
 
 
 @triton.jit
-def spell(part, S: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, EMU: tl.constexpr):
+def spell(part, S: tl.constexpr, FORM: tl.constexpr, EMU: tl.constexpr):
     """The eight words of each sub-block's codes: low halves, high halves.
 
     Bare 4-bit codes of the high halves stay where they are, 16 times too large: `dots` corrects
     sums, which is cheaper.
     """
-    if BITS == 8:
-        return quarters(part[0], S) + quarters(part[1], S)
+    BITS: tl.constexpr = FORM[0]
+    TABLE: tl.constexpr = FORM[2]
     low = ()
     high = ()
-    if BITS < 4:
+    if BITS == 8:
+        low = quarters(part[0], S)
+        high = quarters(part[1], S)
+    elif BITS < 4:
         u, v = tl.split(tl.reshape(part[0], [S, 2]))
         for j in tl.static_range(4):
             a = (u >> (2 * j)) & 0x03030303
@@ -232,46 +252,53 @@ def spell(part, S: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, EMU: t
                 b |= ((part[1] >> (4 + j)) & 0x01010101) << 2
             low = low + (a,)
             high = high + (b,)
-        return low + high
-    words = quarters(part[0], S)
-    if BITS == 6:
-        u, v = tl.split(tl.reshape(part[1], [S, 2]))
-    for j in tl.static_range(4):
-        if TABLE > 0:
-            a, b = look_up(words[j], TABLE, EMU)
-        else:
-            a = words[j] & 0x0F0F0F0F
-            if BITS == 4:
-                b = words[j] & -252645136  # 0xF0F0F0F0
-            else:
-                b = (words[j] >> 4) & 0x0F0F0F0F
-        if BITS == 5:
-            a |= ((part[1] >> j) & 0x01010101) << 4
-            b |= ((part[1] >> (4 + j)) & 0x01010101) << 4
+    else:
+        words = quarters(part[0], S)
         if BITS == 6:
-            a |= ((u >> (2 * j)) & 0x03030303) << 4
-            b |= ((v >> (2 * j)) & 0x03030303) << 4
-        low = low + (a,)
-        high = high + (b,)
+            u, v = tl.split(tl.reshape(part[1], [S, 2]))
+        for j in tl.static_range(4):
+            if TABLE > 0:
+                a, b = look_up(words[j], TABLE, EMU)
+            else:
+                a = words[j] & 0x0F0F0F0F
+                if BITS == 4:
+                    b = words[j] & -252645136  # 0xF0F0F0F0
+                else:
+                    b = (words[j] >> 4) & 0x0F0F0F0F
+            if BITS == 5:
+                a |= ((part[1] >> j) & 0x01010101) << 4
+                b |= ((part[1] >> (4 + j)) & 0x01010101) << 4
+            if BITS == 6:
+                a |= ((u >> (2 * j)) & 0x03030303) << 4
+                b |= ((v >> (2 * j)) & 0x03030303) << 4
+            low = low + (a,)
+            high = high + (b,)
     return low + high
 
 
 @triton.jit
-def dots(c, x, BITS: tl.constexpr, TABLE: tl.constexpr, EMU: tl.constexpr):
+def _eight(words):
+    """Eight words [S] as one [S, half, 2, 2, 1], for the emulation."""
+    low = tl.join(tl.join(words[0], words[1]), tl.join(words[2], words[3]))
+    high = tl.join(tl.join(words[4], words[5]), tl.join(words[6], words[7]))
+    return tl.permute(tl.join(low, high), [0, 3, 1, 2])[:, :, :, :, None]
+
+
+@triton.jit
+def dots(c, x, FORM: tl.constexpr, EMU: tl.constexpr):
     """Sums of codes by activations over the low and the high half of each sub-block."""
+    BITS: tl.constexpr = FORM[0]
+    TABLE: tl.constexpr = FORM[2]
     SIGNED: tl.constexpr = BITS == 8 or TABLE > 0
     if EMU:
-        low = c[0] * 0
-        high = c[0] * 0
-        for j in tl.static_range(4):
-            for byte in tl.static_range(4):
-                up: tl.constexpr = 24 - 8 * byte
-                if SIGNED:
-                    low += ((c[j] << up) >> 24) * ((x[j] << up) >> 24)
-                    high += ((c[4 + j] << up) >> 24) * ((x[4 + j] << up) >> 24)
-                else:
-                    low += ((c[j] >> (8 * byte)) & 255) * ((x[j] << up) >> 24)
-                    high += ((c[4 + j] >> (8 * byte)) & 255) * ((x[4 + j] << up) >> 24)
+        up = 8 * tl.arange(0, 4)[None, None, None, None, :]
+        a = _eight(c) >> up
+        if SIGNED:
+            a = (a << 24) >> 24
+        else:
+            a &= 255
+        products = a * (((_eight(x) >> up) << 24) >> 24)
+        low, high = tl.split(tl.sum(tl.sum(tl.sum(products, 4), 3), 2))
     else:
         low, high = tl.inline_asm_elementwise(
             _DOTS_SIGNED if SIGNED else _DOTS_UNSIGNED,
@@ -307,10 +334,11 @@ def power(exponent):
 
 
 @triton.jit
-def group_scales(
-    scale, super_, GROUP: tl.constexpr, MINIMUM: tl.constexpr, SCALE: tl.constexpr
-):
+def group_scales(scale, super_, FORM: tl.constexpr):
     """Scales and minimums of the low and the high halves, float32: `scale * code - minimum`."""
+    GROUP: tl.constexpr = FORM[3]
+    MINIMUM: tl.constexpr = FORM[4]
+    SCALE: tl.constexpr = FORM[5]
     if SCALE == EXPONENT:
         a = power(scale.to(tl.int32))
         return a, a, a * 0, a * 0

@@ -72,6 +72,11 @@ class DeviceWeight:
         """How values come from codes; None for floats."""
         return None if self.form in FLOATS else LAYOUTS[self.form]
 
+    def slice(self, start: int, stop: int) -> DeviceWeight:
+        """Some rows, not copied."""
+        planes = {name: plane[start:stop] for name, plane in self.planes.items()}
+        return DeviceWeight(self.form, stop - start, self.columns, planes)
+
 
 class Staging:
     """Pinned memory that bytes go to a device through, two buffers in turn.
@@ -86,7 +91,10 @@ class Staging:
         self._turn = 0
         if device.type == "cuda":
             self._buffers = [
-                (torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+                (
+                    torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True),
+                    torch.cuda.Event(),
+                )
                 for _ in range(2)
             ]
 

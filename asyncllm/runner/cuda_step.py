@@ -1,0 +1,499 @@
+"""`CudaProgram`: a model's step as a chain of Triton kernels over buffers that never move.
+
+Nothing is allocated in a step and nothing waits for the host, so that decoding a batch can be
+captured once as a CUDA graph and replayed. Few rows meet packed weights as int8; many rows (prompt
+chunks) meet them unpacked, a matrix at a time, through the vendor's dense product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from asyncllm.kernels.cuda import attention, rows
+from asyncllm.kernels.cuda.choice import ChoiceScratch, Draws, greedy, sample
+from asyncllm.kernels.cuda.products import MOST_ROWS, few_rows
+from asyncllm.kernels.cuda.tokens import first_tokens, remember
+from asyncllm.kernels.cuda.unpacking import embedding_rows, unpack_to
+from asyncllm.kernels.cuda.weights import DeviceWeight, Staging, joined, upload
+from asyncllm.model.rope import cos_sin
+
+if TYPE_CHECKING:
+    from asyncllm.kv.pool import KvPool
+    from asyncllm.model.attention import Attention
+    from asyncllm.model.causal_lm import CausalLM, Layer
+    from asyncllm.model.config import ModelConfig
+    from asyncllm.model.feed_forward import FeedForward
+    from asyncllm.model.linear import Linear
+
+HALF: Final = torch.bfloat16  # of what dense products take: its range is float32's
+QUERY: Final = torch.float16  # of queries, keys and values
+
+# Programs that share the norm of a single row.
+NORM_PARTS: Final = 8
+
+# Fields of a batch that go to the device with one copy, 32-bit words of max_batch rows each.
+SLOT, POSITION, FRESH, TOP_K, TEMPERATURE, TOP_P, MIN_P, OUTPUT, INDEX, SEED = range(10)
+FIELDS: Final = 11  # a seed has two
+
+
+def refusal(config: ModelConfig, block_tokens: int) -> str | None:
+    """Why the device path cannot serve a model, or `None` if it can."""
+    widths = {
+        "embedding width": (config.embedding, 32),
+        "feed-forward width": (config.feed_forward, 32),
+        "head width": (config.head_dim, 16),
+        "block_tokens": (block_tokens, 16),
+    }
+    for name, (width, multiple) in widths.items():
+        if width % multiple:
+            return f"{name} {width} is no multiple of {multiple}"
+    if config.head_dim > 256:
+        return f"head width {config.head_dim} is above 256"
+    return None
+
+
+@dataclass(slots=True)
+class Rows:
+    """One activation in the forms that products take.
+
+    Attributes:
+        quantised: int8 rows, for up to `MOST_ROWS` rows.
+        half: for more.
+        full: float32, for weights in floating point.
+    """
+
+    quantised: tuple[Tensor, Tensor, Tensor]
+    half: Tensor
+    full: Tensor
+
+    @classmethod
+    def of(cls, count: int, width: int, device: torch.device) -> Rows:
+        few = min(count, MOST_ROWS)
+        return cls(
+            (
+                torch.zeros(few, 2, width // 8, dtype=torch.int32, device=device),
+                torch.zeros(few, width // 32, device=device),
+                torch.zeros(few, width // 32, dtype=torch.int32, device=device),
+            ),
+            torch.zeros(count, width, dtype=HALF, device=device),
+            torch.zeros(count, width, device=device),
+        )
+
+    def targets(self, count: int, *, floats: bool, first: int = 0) -> dict[str, Any]:
+        """Which forms a kernel is to write for so many rows."""
+        own = slice(first, first + count)
+        if count > MOST_ROWS:
+            return {"half": self.half[own]}
+        wanted: dict[str, Any] = {"quantised": tuple(part[own] for part in self.quantised)}
+        if floats:
+            wanted["out"] = self.full[own]
+        return wanted
+
+
+class DeviceModel:
+    """A model's weights on a device.
+
+    Args:
+        model: bound; its matrices are not needed afterwards.
+        device: where to.
+        on_weight: told the bytes of each weight as it arrives; may raise to give up.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        device: torch.device,
+        on_weight: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self._device, self._staging, self._on_weight = device, Staging(device), on_weight
+        self.embedding = self._weight(model.embedding)
+        tied = model.head.weight.name == model.embedding.name
+        self.head = self.embedding if tied else self._weight(model.head.weight)
+        self.layers = [self._layer(layer) for layer in model.layers]
+        self.output_norm = self.vector(model.output_norm)
+        self._staging = Staging(torch.device("cpu"))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices."""
+        every = [self.embedding, *(weight for layer in self.layers for weight in layer.every)]
+        if self.head is not self.embedding:
+            every.append(self.head)
+        return sum(weight.nbytes for weight in every)
+
+    def vector(self, tensor: Tensor | None) -> Any:
+        return None if tensor is None else tensor.float().to(self._device).contiguous()
+
+    def _weight(self, weight: Any) -> DeviceWeight:
+        found = upload(weight.format, weight.data, weight.columns, self._device, self._staging)
+        self._on_weight(weight.data.nbytes)
+        return found
+
+    def _layer(self, layer: Layer) -> _DeviceLayer:
+        return _DeviceLayer(self, layer.attention, layer.feed_forward, layer.rope)
+
+    def products(self, linears: Sequence[Linear]) -> list[_Product]:
+        """Layers that read the same input, joined where they are of one form."""
+        weights = [self._weight(linear.weight) for linear in linears]
+        biases = [self.vector(linear.bias) for linear in linears]
+        alike = len({(weight.form, weight.columns) for weight in weights}) == 1
+        if len(weights) > 1 and alike and all(bias is None for bias in biases):
+            return [_Product(joined(weights), None)]
+        return [_Product(*each) for each in zip(weights, biases, strict=True)]
+
+
+@dataclass(slots=True)
+class _Product:
+    weight: DeviceWeight
+    bias: Tensor | None
+
+
+class _DeviceLayer:
+    """One layer's weights on the device."""
+
+    def __init__(
+        self, model: DeviceModel, block: Attention, feed_forward: FeedForward, rope: int
+    ) -> None:
+        self.rope = rope
+        self.norm = model.vector(block.norm)
+        self.qkv = model.products(block.projections)
+        self.q_norm, self.k_norm = model.vector(block.q_norm), model.vector(block.k_norm)
+        (self.output,) = model.products([block.output])
+        self.post_norm = model.vector(block.post_norm)
+        self.ff_norm = model.vector(feed_forward.norm)
+        gates = [model.products([linear])[0].weight for linear in feed_forward.gate_up]
+        self.gate_up = gates
+        (self.down,) = model.products([feed_forward.down])
+        self.ff_post_norm = model.vector(feed_forward.post_norm)
+
+    @property
+    def every(self) -> list[DeviceWeight]:
+        products = [*self.qkv, self.output, self.down]
+        return [*(product.weight for product in products), *self.gate_up]
+
+
+class CudaProgram:
+    """Computes rows on a device: decoding batches, and prompt chunks.
+
+    Args:
+        model: bound; for its configuration and rotary embeddings.
+        weights: on the device.
+        pool: where K and V are, on the device.
+        device: all of it; the CPU under triton's interpreter, for tests.
+        vocab_size: tokens that may be chosen.
+        max_rows: rows of a pass at most.
+        max_batch: sequences that decode together at most.
+        slots: sequences that are known at once.
+        pdl: programmatic dependent launch.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        weights: DeviceModel,
+        pool: KvPool,
+        *,
+        device: torch.device,
+        vocab_size: int,
+        max_rows: int,
+        max_batch: int,
+        slots: int,
+        pdl: bool,
+    ) -> None:
+        config = self.config = model.config
+        self.device, self.pdl = device, pdl
+        self._weights, self._pool = weights, pool
+        self.vocab_size, self.max_batch = vocab_size, max_batch
+        self.max_rows = max(max_rows, max_batch)
+        self._group_of = {
+            layer: index for index, group in enumerate(pool.groups) for layer in group.layers
+        }
+        blocks = -(-(model.context_length + max_rows) // pool.block_tokens)
+        zeros = self._zeros
+        self.tables = [zeros(slots, blocks, dtype=torch.int32) for _ in pool.groups]
+        self.rings = [
+            zeros(slots, dtype=torch.int32) if group.window is not None else None
+            for group in pool.groups
+        ]
+        self.last = zeros(slots, dtype=torch.int32)
+        positions = torch.arange(model.context_length + 1)
+        self._ropes = [
+            tuple(part.to(device) for part in cos_sin(frequencies, scale, positions))
+            for frequencies, scale in model.ropes
+        ]
+        count, q_width = self.max_rows, config.heads * config.head_dim
+        self._x = [zeros(count, config.embedding) for _ in range(2)]
+        self._y = zeros(count, config.embedding)
+        self._normed = Rows.of(count, config.embedding, device)
+        width = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self._qkv = zeros(count, width)
+        self._q = zeros(count, config.heads, config.head_dim, dtype=QUERY)
+        self._attended = Rows.of(count, q_width, device)
+        self._gate_up = zeros(count, 2 * config.feed_forward)
+        self._gated = Rows.of(count, config.feed_forward, device)
+        self._chosen = Rows.of(MOST_ROWS, config.embedding, device)
+        self._selected = zeros(max_batch, config.embedding)
+        self.logits = zeros(max_batch, config.vocab_size)
+        self.tokens = zeros(count, dtype=torch.int32)
+        self.next_tokens = zeros(max_batch, dtype=torch.int32)
+        self.fields = zeros(FIELDS * max_batch, dtype=torch.int32)
+        every = [weights.head, *(weight for layer in weights.layers for weight in layer.every)]
+        largest = max(weight.rows * weight.columns for weight in every[1:])
+        self._dense = zeros(largest if self.max_rows > MOST_ROWS else 0, dtype=HALF)
+        self._decode_scratch: dict[int, attention.DecodeScratch] = {}
+        self._choice_scratch: dict[int, ChoiceScratch] = {}
+        self._context = model.context_length
+        self._now = 0  # which of the two residual streams is the newest
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def field(self, number: int, count: int) -> Tensor:
+        """One field of the batch, int32 [count]."""
+        start = number * self.max_batch
+        return self.fields[start : start + count]
+
+    def float_field(self, number: int, count: int) -> Tensor:
+        return self.field(number, count).view(torch.float32)
+
+    # What steps are made of.
+
+    def decode(self, count: int, *, sampled: bool, searches: tuple[bool, bool]) -> None:
+        """One token of each of `count` sequences, as `fields` says; choices go to `next_tokens`."""
+        slots, positions = self.field(SLOT, count), self.field(POSITION, count)
+        self._embed(self.field(FRESH, count), slots, count)
+        scratch = self._decode_scratch.get(count)
+        if scratch is None:
+            config = self.config
+            splits = attention.decode_splits(count, config.kv_heads, self._context)
+            scratch = self._decode_scratch[count] = attention.DecodeScratch.of(
+                count, config.heads, config.kv_heads, config.head_dim, splits, self.device
+            )
+
+        def attend(index: int, group: int, **forms: Any) -> None:
+            attention.decode(
+                self._q[:count],
+                self._pool.keys[index],
+                self._pool.values[index],
+                self.tables[group],
+                self.rings[group],
+                slots,
+                positions,
+                scratch,
+                window=self._pool.groups[group].window,
+                cap=self.config.attention_softcap,
+                pdl=self.pdl,
+                **forms,
+            )
+
+        self._layers(count, slots, positions, attend)
+        self._head(self._x[self._now][:count])
+        self.choose(count, sampled=sampled, searches=searches)
+
+    def chunks(
+        self, slots: Tensor, positions: Tensor, fresh: Tensor, spans: Tensor, longest: int
+    ) -> None:
+        """Rows of some sequences, prompt chunks among them.
+
+        Args:
+            slots: int32 [rows].
+            positions: int32 [rows].
+            fresh: int32 [rows], tokens; below 0: what the sequence chose last.
+            spans: int32 [chunks, 4], as `attention.prefill` takes them.
+            longest: rows of a chunk at most.
+        """
+        count = len(slots)
+        self._embed(fresh, slots, count)
+
+        def attend(index: int, group: int, **forms: Any) -> None:
+            attention.prefill(
+                self._q[:count],
+                self._pool.keys[index],
+                self._pool.values[index],
+                self.tables[group],
+                self.rings[group],
+                spans,
+                longest,
+                window=self._pool.groups[group].window,
+                cap=self.config.attention_softcap,
+                **forms,
+            )
+
+        self._layers(count, slots, positions, attend)
+
+    def head(self, index: Tensor) -> None:
+        """Logits of some rows of the last pass, at most `max_batch`: int64 numbers of rows."""
+        chosen = self._selected[: len(index)]
+        torch.index_select(self._x[self._now], 0, index, out=chosen)
+        self._head(chosen)
+
+    def choose(self, count: int, *, sampled: bool, searches: tuple[bool, bool]) -> None:
+        """A token for each of the first `count` rows of `logits`, by `fields`."""
+        scratch = self._choice_scratch.get(count)
+        if scratch is None:
+            scratch = ChoiceScratch.of(count, self.vocab_size, self.device)
+            self._choice_scratch[count] = scratch
+        logits, tokens = self.logits[:count, : self.vocab_size], self.next_tokens[:count]
+        cap = self.config.final_softcap
+        if sampled:
+            start = SEED * self.max_batch
+            draws = Draws(
+                temperature=self.float_field(TEMPERATURE, count),
+                top_k=self.field(TOP_K, count),
+                top_p=self.float_field(TOP_P, count),
+                min_p=self.float_field(MIN_P, count),
+                seeds=self.fields[start : start + 2 * count].view(count, 2),
+                outputs=self.field(OUTPUT, count),
+                indices=self.field(INDEX, count),
+            )
+            sample(logits, draws, tokens, scratch, cap=cap, searches=searches, pdl=self.pdl)
+        else:
+            greedy(logits, tokens, scratch, cap=cap, pdl=self.pdl)
+        remember(tokens, self.field(SLOT, count), self.last)
+
+    # How.
+
+    def _embed(self, fresh: Tensor, slots: Tensor, count: int) -> None:
+        tokens = self.tokens[:count]
+        first_tokens(fresh, slots, self.last, tokens)
+        self._now = 0
+        scale = self.config.embedding_scale
+        embedding_rows(self._weights.embedding, tokens, scale, self._x[0][:count])
+
+    def _layers(
+        self, count: int, slots: Tensor, positions: Tensor, attend: Callable[..., None]
+    ) -> None:
+        config, waiting = self.config, False
+        post: Tensor | None = None
+        for index, layer in enumerate(self._weights.layers):
+            inputs = [product.weight for product in layer.qkv]
+            self._norm(count, layer.norm, self._normed, inputs, added=waiting, post=post)
+            column = 0
+            for product in layer.qkv:
+                self._multiply(product, self._normed, count, self._qkv, column)
+                column += product.weight.rows
+            group = self._group_of[index]
+            rows.heads(
+                self._qkv[:count],
+                self._q[:count],
+                self._pool.keys[index],
+                self._pool.values[index],
+                self.tables[group],
+                self.rings[group],
+                slots,
+                positions,
+                *self._ropes[layer.rope],
+                scale=config.query_scale,
+                interleaved=config.architecture.interleaved_rope,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=config.norm_eps,
+                pdl=self.pdl,
+            )
+            floats = layer.output.weight.layout is None
+            if config.head_dim % 32 and count <= MOST_ROWS:
+                attend(index, group, out=self._attended.full[:count])
+                forms = self._attended.targets(count, floats=False)
+                rows.quantise(self._attended.full[:count], **forms, pdl=self.pdl)
+            else:
+                attend(index, group, **self._attended.targets(count, floats=floats))
+            self._multiply(layer.output, self._attended, count, self._y, 0)
+            self._norm(
+                count, layer.ff_norm, self._normed, layer.gate_up, added=True, post=layer.post_norm
+            )
+            self._gate(layer, count)
+            self._multiply(layer.down, self._gated, count, self._y, 0)
+            waiting, post = True, layer.ff_post_norm
+        # The last result joins all rows; the head norms those that are wanted.
+        x, into = self._x[self._now][:count], self._x[1 - self._now][:count]
+        rows.norm(
+            x, None, config.norm_eps, out=None, added=self._y[:count], post_weight=post,
+            into=into, pdl=self.pdl,
+        )  # fmt: skip
+        self._now = 1 - self._now
+
+    def _norm(
+        self,
+        count: int,
+        weight: Tensor,
+        target: Rows,
+        inputs: Sequence[DeviceWeight],
+        *,
+        added: bool,
+        post: Tensor | None,
+    ) -> None:
+        x = self._x[self._now][:count]
+        into = self._x[1 - self._now][:count]
+        floats = any(each.layout is None for each in inputs)
+        rows.norm(
+            x,
+            weight,
+            self.config.norm_eps,
+            added=self._y[:count] if added else None,
+            post_weight=post,
+            into=into,
+            parts=NORM_PARTS if count == 1 and self.config.embedding >= 1024 else 1,
+            pdl=self.pdl,
+            **target.targets(count, floats=floats),
+        )
+        if added:
+            self._now = 1 - self._now
+
+    def _gate(self, layer: _DeviceLayer, count: int) -> None:
+        activation, width = self.config.architecture.activation, self.config.feed_forward
+        floats = layer.down.weight.layout is None
+        gates = layer.gate_up
+        column = 0
+        for weight in gates:
+            self._multiply(_Product(weight, None), self._normed, count, self._gate_up, column)
+            column += weight.rows
+        rows.gate(
+            self._gate_up[:count, : 2 * width],
+            activation,
+            pdl=self.pdl,
+            **self._gated.targets(count, floats=floats),
+        )
+
+    def _multiply(self, product: _Product, x: Rows, count: int, out: Tensor, column: int) -> None:
+        weight = product.weight
+        if count <= MOST_ROWS:
+            source: Any = tuple(part[:count] for part in x.quantised)
+            if weight.layout is None:
+                source = x.full[:count]
+            few_rows(
+                weight, source, out[:count], bias=product.bias, out_offset=column, pdl=self.pdl
+            )
+            return
+        dense = self._dense[: weight.rows * weight.columns].view(weight.rows, weight.columns)
+        unpack_to(weight, dense)
+        target = out[:count, column : column + weight.rows]
+        _dense_product(x.half[:count], dense, target)
+        if product.bias is not None:
+            target.add_(product.bias)
+
+    def _head(self, x: Tensor) -> None:
+        weight = self._weights.head
+        for start in range(0, len(x), MOST_ROWS):
+            part = x[start : start + MOST_ROWS]
+            rows.norm(
+                part,
+                self._weights.output_norm,
+                self.config.norm_eps,
+                pdl=self.pdl,
+                **self._chosen.targets(len(part), floats=weight.layout is None),
+            )
+            logits = self.logits[start : start + len(part)]
+            self._multiply(_Product(weight, None), self._chosen, len(part), logits, 0)
+
+
+def _dense_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """`out = x @ weight.T`, bfloat16 operands, float32 sums and result."""
+    if x.device.type == "cuda":
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    else:
+        out.copy_(x.float() @ weight.float().t())

@@ -1,0 +1,454 @@
+"""`CudaRunner`: steps on a device, queued one ahead of what the host has read.
+
+Everything of a step is put onto one stream: what the host knows (one copy of a few words a row),
+the kernels, and a copy of the chosen tokens into pinned memory with an event behind it. `collect`
+waits for that event only. A decoding batch replays a captured graph; the input of a row whose token
+the host has not seen yet stays on the device.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from asyncllm import telemetry
+from asyncllm.runner.cuda_step import (
+    FIELDS,
+    FRESH,
+    INDEX,
+    MIN_P,
+    OUTPUT,
+    POSITION,
+    SEED,
+    SLOT,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    CudaProgram,
+)
+from asyncllm.sampling.sampler import (
+    Sampled,
+    Sampler,
+    SamplingState,
+    prompt_logprobs,
+    sick_logits,
+)
+from asyncllm.scheduler.step import (
+    DecodeMode,
+    Row,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
+
+if TYPE_CHECKING:
+    from asyncllm.kv.pool import KvPool
+
+# Batches are padded to one of these sizes, so that few graphs serve all.
+BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+
+# Steps whose uploads and results may be under way at a time: the one computed, the one queued, and
+# one that the host is writing.
+IN_FLIGHT: Final = 3
+
+
+class _Buffers:
+    """Pinned memory of one step in flight."""
+
+    def __init__(self, program: CudaProgram, longest_table: int) -> None:
+        on_device = program.device.type == "cuda"
+
+        def host(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=on_device)
+
+        self.fields = host(FIELDS * program.max_batch)
+        self.rows = host(3, program.max_rows)
+        self.spans = host(program.max_batch, 4)
+        self.chosen = host(program.max_batch, dtype=torch.int64)
+        self.tables = host(program.max_batch, longest_table)
+        self.tokens = host(program.max_batch)
+        self.event = torch.cuda.Event() if on_device else None
+        self.words = self.fields.numpy()
+        self.floats = self.words.view("float32")
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A step that was put onto the stream.
+
+    Attributes:
+        rows: of the plan.
+        wanting: indices of rows whose tokens are chosen, in the order of `buffers.tokens`.
+        buffers: where the tokens arrive.
+        started: when it was submitted.
+        host: rows that the host chooses for, with their logits on the way to it.
+        scores: log-probabilities of prompts, by row.
+        results: once it is finished.
+    """
+
+    rows: Sequence[Row]
+    wanting: list[int]
+    buffers: _Buffers
+    started: float
+    host: dict[int, Tensor] = field(default_factory=dict)
+    scores: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    results: dict[int, Sampled | Exception] | None = None
+
+
+class CudaRunner:
+    """Executes plans on a device.
+
+    Args:
+        program: what computes.
+        pool: where K and V are; closed with the runner.
+        vocab_size: tokens that may be chosen.
+        slots: sequences the device knows at once.
+        should_stop: not asked: a step on a device is short.
+    """
+
+    one_step_ahead = True
+
+    def __init__(self, program: CudaProgram, pool: KvPool, *, vocab_size: int, slots: int) -> None:
+        self.program = program
+        self.decode_refusals: dict[DecodeMode, str] = {}
+        self._pool, self._vocab_size = pool, vocab_size
+        self._on_device = program.device.type == "cuda"
+        self._stream = torch.cuda.Stream(program.device) if self._on_device else None
+        longest = max(table.shape[1] for table in program.tables)
+        self._buffers = [_Buffers(program, longest * len(program.tables)) for _ in range(IN_FLIGHT)]
+        self._turn = 0
+        self._graphs: dict[tuple[int, bool, tuple[bool, bool]], Any] = {}
+        self._sampler = Sampler(vocab_size)
+        self._states: dict[int, SamplingState] = {}
+        self._slot_of: dict[int, int] = {}
+        self._free_slots = list(range(slots))
+        self._held: dict[int, tuple[Sequence[int], ...]] = {}  # by slot: what its tables have
+        self._outstanding: list[_Ticket] = []
+        self._closed = False
+
+    # The runner's protocol.
+
+    def submit(self, plan: StepPlan) -> _Ticket:
+        """Put a step onto the stream."""
+        started = perf_counter()
+        with self._on_stream(), torch.inference_mode():
+            for sequence_id in plan.released:
+                self._forget(sequence_id)
+            for copy in plan.copies:
+                self._pool.copy(copy.group, copy.source, copy.target)
+            buffers = self._next_buffers()
+            ticket = _Ticket(plan.rows, [], buffers, started)
+            if plan.rows:
+                self._run(ticket)
+        self._outstanding.append(ticket)
+        return ticket
+
+    def collect(self, ticket: _Ticket) -> StepResult:
+        """Wait for a step's tokens."""
+        results = self._finish(ticket)
+        if ticket in self._outstanding:
+            self._outstanding.remove(ticket)
+        return StepResult(
+            tuple(
+                _result(row, results.get(index), ticket.scores.get(index, ()))
+                for index, row in enumerate(ticket.rows)
+            ),
+            perf_counter() - ticket.started,
+        )
+
+    def tune(self, plan: StepPlan) -> None:
+        """Nothing is left to choose."""
+
+    def grow(self, group: int, blocks: int) -> int:
+        return self._pool.grow(group, blocks)
+
+    def close(self) -> None:
+        """Let go of everything on the device. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._graphs.clear()
+        self._buffers.clear()
+        self._states.clear()
+        self._pool.close()
+        del self.program
+        if self._on_device:
+            torch.cuda.empty_cache()
+
+    # One step.
+
+    def _run(self, ticket: _Ticket) -> None:
+        rows = ticket.rows
+        device_rows = all(self._on_device_choice(row) for row in rows if row.wants_token)
+        self._know_tokens(rows)
+        slots = self._write_tables(ticket)
+        ticket.wanting = [index for index, row in enumerate(rows) if row.wants_token]
+        decoding = all(row.count == 1 and row.wants_token for row in rows)
+        asks_scores = any(row.sampling.params.prompt_logprobs is not None for row in rows)
+        if decoding and device_rows and not asks_scores:
+            self._decode(ticket, slots)
+        else:
+            self._chunks(ticket, slots)
+        if ticket.buffers.event is not None:
+            ticket.buffers.event.record(self._stream)
+
+    def _decode(self, ticket: _Ticket, slots: Sequence[int]) -> None:
+        rows, buffers, program = ticket.rows, ticket.buffers, self.program
+        count = len(rows)
+        batch = next(size for size in (*BATCHES, program.max_batch) if size >= count)
+        batch = min(batch, program.max_batch)
+        sampled, searches = self._write_fields(ticket, rows, slots, batch)
+        program.fields.copy_(buffers.fields, non_blocking=True)
+        key = (batch, sampled, searches)
+        graph = self._graph(key)
+        if graph is None:
+            program.decode(batch, sampled=sampled, searches=searches)
+        else:
+            graph.replay()
+        buffers.tokens[:count].copy_(program.next_tokens[:count], non_blocking=True)
+
+    def _graph(self, key: tuple[int, bool, tuple[bool, bool]]) -> Any:
+        """The captured step for a batch size; `None` where nothing can be captured."""
+        if not self._on_device:
+            return None
+        graph = self._graphs.get(key)
+        if graph is None:
+            batch, sampled, searches = key
+            started = perf_counter()
+            # Once as it is, which compiles what is new; its results are overwritten by the replay.
+            # Chained rows read what sequences chose last, so that has to be put back.
+            last = self.program.last.clone()
+            self.program.decode(batch, sampled=sampled, searches=searches)
+            self.program.last.copy_(last)
+            torch.cuda.current_stream().synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self.program.decode(batch, sampled=sampled, searches=searches)
+            self._graphs[key] = graph
+            telemetry.record(
+                "graph-captured", batch=batch, sampled=sampled, seconds=perf_counter() - started
+            )
+        return graph
+
+    def _chunks(self, ticket: _Ticket, slots: Sequence[int]) -> None:
+        rows, buffers, program = ticket.rows, ticket.buffers, self.program
+        count = sum(row.count for row in rows)
+        table = buffers.rows.numpy()
+        spans = buffers.spans.numpy()
+        first, last = 0, []
+        for number, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+            end = first + row.count
+            table[0, first:end] = slot
+            table[1, first:end] = range(row.offset, row.offset + row.count)
+            table[2, first:end] = -1 if row.chained else row.tokens
+            spans[number] = (first, row.count, row.offset, slot)
+            last.append(end - 1)
+            first = end
+        there = buffers.rows[:, :count].to(program.device, non_blocking=True)
+        spans_there = buffers.spans[: len(rows)].to(program.device, non_blocking=True)
+        longest = max(row.count for row in rows)
+        program.chunks(there[0], there[1], there[2], spans_there, longest)
+
+        for index, row in enumerate(rows):
+            if row.sampling.params.prompt_logprobs is not None:
+                ticket.scores[index] = self._scores(row, last[index] - row.count + 1)
+        wanting = ticket.wanting
+        if not wanting:
+            return
+        chosen = [rows[index] for index in wanting]
+        buffers.chosen[: len(wanting)] = torch.tensor([last[index] for index in wanting])
+        program.head(buffers.chosen[: len(wanting)].to(program.device, non_blocking=True))
+        own_slots = [slots[index] for index in wanting]
+        sampled, searches = self._write_fields(ticket, chosen, own_slots, len(wanting))
+        program.fields.copy_(buffers.fields, non_blocking=True)
+        for place, index in enumerate(wanting):
+            if not self._on_device_choice(rows[index]):
+                logits = program.logits[place, : self._vocab_size]
+                ticket.host[index] = logits.to("cpu", copy=True)
+        program.choose(len(wanting), sampled=sampled, searches=searches)
+        buffers.tokens[: len(wanting)].copy_(program.next_tokens[: len(wanting)], non_blocking=True)
+
+    def _scores(self, row: Row, start: int) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of the prompt tokens that follow the row's, in bounded slices."""
+        wanted = row.sampling.params.prompt_logprobs
+        following = row.sampling.prompt_ids[row.offset + 1 : row.offset + row.count + 1]
+        size = self.program.max_batch
+        scores: list[TokenLogprob] = []
+        for at in range(0, len(following), size):
+            part = following[at : at + size]
+            numbers = torch.arange(start + at, start + at + len(part), device=self.program.device)
+            self.program.head(numbers)
+            logits = self.program.logits[: len(part), : self._vocab_size].cpu()
+            if self.program.config.final_softcap:
+                cap = self.program.config.final_softcap
+                logits = cap * torch.tanh(logits / cap)
+            scores += prompt_logprobs(logits, part, wanted or 0)
+        return tuple(scores)
+
+    def _finish(self, ticket: _Ticket) -> dict[int, Sampled | Exception]:
+        """A step's tokens, waited for once."""
+        if ticket.results is not None:
+            return ticket.results
+        if ticket.rows and ticket.buffers.event is not None:
+            ticket.buffers.event.synchronize()
+        tokens = ticket.buffers.tokens[: len(ticket.wanting)].tolist() if ticket.wanting else []
+        results: dict[int, Sampled | Exception] = {}
+        for index, token in zip(ticket.wanting, tokens, strict=True):
+            state = self._state(ticket.rows[index])
+            if index in ticket.host:
+                results[index] = self._host_choice(ticket.host[index], state)
+            elif token < 0:
+                results[index] = sick_logits(float("nan"))
+            else:
+                state.append(token)
+                results[index] = Sampled(token)
+        ticket.results = results
+        return results
+
+    def _host_choice(self, logits: Tensor, state: SamplingState) -> Sampled | Exception:
+        cap = self.program.config.final_softcap
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        return self._sampler.sample(logits[None], [state])[0]
+
+    # What rows need.
+
+    def _on_device_choice(self, row: Row) -> bool:
+        """Whether the device chooses the row's token."""
+        return self._state(row).may_draw(row.output_count)
+
+    def _know_tokens(self, rows: Sequence[Row]) -> None:
+        """Finish steps in flight whose tokens the host chose, where a row goes on from one."""
+        for ticket in self._outstanding:
+            if ticket.host and any(row.chained for row in rows):
+                self._finish(ticket)
+
+    def _state(self, row: Row) -> SamplingState:
+        state = self._states.get(row.sequence_id)
+        if state is None:
+            state = self._states[row.sequence_id] = SamplingState(row.sampling, self._vocab_size)
+        return state
+
+    def _fresh(self, row: Row) -> int:
+        """The row's token, or -1 where the device has it."""
+        if not row.chained:
+            return row.tokens[0]
+        for ticket in self._outstanding:
+            for index in ticket.host:
+                if ticket.rows[index].sequence_id == row.sequence_id:
+                    return (self._state(row).output_ids or [0])[-1]
+        return -1
+
+    def _write_fields(
+        self, ticket: _Ticket, rows: Sequence[Row], slots: Sequence[int], batch: int
+    ) -> tuple[bool, tuple[bool, bool]]:
+        """Write the batch; whether any row is sampled, and which searches that takes."""
+        words, floats, size = ticket.buffers.words, ticket.buffers.floats, self.program.max_batch
+        sampled = by_k = by_p = False
+        for place, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+            params = self._state(row).filter
+            words[SLOT * size + place] = slot
+            words[POSITION * size + place] = row.offset
+            words[FRESH * size + place] = self._fresh(row) if row.count == 1 else -1
+            temperature = 0.0 if self._state(row).greedy else params.temperature
+            floats[TEMPERATURE * size + place] = temperature
+            if temperature > 0:
+                sampled = True
+                on_k, on_p = params.top_k < self._vocab_size, params.top_p < 1
+                by_k, by_p = by_k or on_k, by_p or on_p
+                words[TOP_K * size + place] = params.top_k if on_k else 0
+                floats[TOP_P * size + place] = params.top_p if on_p else 1.0
+                floats[MIN_P * size + place] = params.min_p
+                words[OUTPUT * size + place] = row.output_count
+                words[INDEX * size + place] = row.sampling.index
+                seed = struct.unpack("<2i", struct.pack("<Q", row.sampling.seed))
+                start = SEED * size + 2 * place
+                words[start], words[start + 1] = seed
+        for place in range(len(rows), batch):
+            words[SLOT * size + place] = -1
+            words[POSITION * size + place] = words[FRESH * size + place] = 0
+            floats[TEMPERATURE * size + place] = 0.0
+        return sampled, (by_k, by_p)
+
+    def _write_tables(self, ticket: _Ticket) -> list[int]:
+        """Bring block tables up to date; the slot of each row."""
+        slots = []
+        for number, row in enumerate(ticket.rows):
+            slot = self._slot(row.sequence_id, ticket.rows)
+            slots.append(slot)
+            held = self._held.get(slot)
+            if held is row.block_tables:
+                continue
+            self._held[slot] = tables = tuple(row.block_tables)
+            start = 0
+            for group, table in enumerate(tables):
+                old = held[group] if held is not None else ()
+                rings = self.program.rings[group]
+                if rings is not None and len(old) != len(table):
+                    rings[slot : slot + 1].fill_(len(table))
+                low = next(
+                    (i for i, block in enumerate(table) if i >= len(old) or old[i] != block),
+                    len(table),
+                )
+                if low < len(table):
+                    count = len(table) - low
+                    place = ticket.buffers.tables[number, start : start + count]
+                    place.numpy()[:] = table[low:]
+                    self.program.tables[group][slot, low : low + count].copy_(
+                        place, non_blocking=True
+                    )
+                    start += count
+        return slots
+
+    def _slot(self, sequence_id: int, rows: Sequence[Row]) -> int:
+        slot = self._slot_of.get(sequence_id)
+        if slot is None:
+            if not self._free_slots:
+                # A preempted sequence has one that it does not use now.
+                running = {row.sequence_id for row in rows}
+                running |= {row.sequence_id for each in self._outstanding for row in each.rows}
+                self._free_slot(next(each for each in self._slot_of if each not in running))
+            slot = self._slot_of[sequence_id] = self._free_slots.pop()
+        return slot
+
+    def _free_slot(self, sequence_id: int) -> None:
+        slot = self._slot_of.pop(sequence_id, None)
+        if slot is not None:
+            self._held.pop(slot, None)
+            self._free_slots.append(slot)
+
+    def _forget(self, sequence_id: int) -> None:
+        self._states.pop(sequence_id, None)
+        self._free_slot(sequence_id)
+
+    def _next_buffers(self) -> _Buffers:
+        buffers = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % len(self._buffers)
+        if buffers.event is not None:
+            buffers.event.synchronize()  # three steps ago: done unless something is very slow
+        return buffers
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            yield
+
+
+def _result(
+    row: Row, chosen: Sampled | Exception | None, scores: tuple[TokenLogprob, ...]
+) -> RowResult:
+    if isinstance(chosen, Exception):
+        return RowResult(row.sequence_id, row.epoch, error=chosen)
+    if chosen is None:
+        return RowResult(row.sequence_id, row.epoch, prompt_logprobs=scores)
+    return RowResult(row.sequence_id, row.epoch, chosen.token, chosen.logprob, scores)

@@ -1,0 +1,192 @@
+"""The device's program and runner, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+# Triton looks at it when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+pytest.importorskip("triton", reason="the GPU backend's kernels need triton")
+
+from asyncllm.checkpoint.checkpoint import open_checkpoint
+from asyncllm.kv.blocks import KvCache
+from asyncllm.kv.pool import KvPool, layer_groups
+from asyncllm.model.causal_lm import CausalLM
+from asyncllm.model.config import ModelConfig
+from asyncllm.model.program import Chunk, PlainProgram
+from asyncllm.options import SamplingParams
+from asyncllm.runner.cuda_step import CudaProgram, DeviceModel, refusal
+from asyncllm.runner.pipeline import CudaRunner
+from asyncllm.scheduler.chunking import ChunkPolicy
+from asyncllm.scheduler.request import Request
+from asyncllm.scheduler.scheduler import NoPlan, Scheduler
+from tests.tiny_models import CONTEXT, TINY_MODELS, VOCABULARY, build, write_gguf
+
+# numpy, under the interpreter, warns of what a GPU does not mind.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
+BLOCK_TOKENS = 16
+MAX_SEQS = 2
+CHUNK = 24
+
+
+class Device:
+    """A tiny model on the device, with all that serves it."""
+
+    def __init__(self, path: Path) -> None:
+        with open_checkpoint(path) as checkpoint:
+            config = ModelConfig.from_checkpoint(checkpoint)
+            assert refusal(config, BLOCK_TOKENS) is None
+            self.model = CausalLM.bind(checkpoint, config)
+        groups = layer_groups(
+            config,
+            block_tokens=BLOCK_TOKENS,
+            chunk=CHUNK,
+            max_seqs=MAX_SEQS,
+            context_length=CONTEXT,
+            kv_bytes=1 << 40,
+            dtype=torch.float16,
+        )
+        pool = KvPool(
+            groups,
+            block_tokens=BLOCK_TOKENS,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=torch.float16,
+            device=str(DEVICE),
+        )
+        for buffer in (*pool.keys.values(), *pool.values.values()):
+            buffer.fill_(torch.nan)
+        self.program = CudaProgram(
+            self.model,
+            DeviceModel(self.model, DEVICE),
+            pool,
+            device=DEVICE,
+            vocab_size=VOCABULARY,
+            max_rows=CHUNK + MAX_SEQS,
+            max_batch=MAX_SEQS,
+            slots=2 * MAX_SEQS,
+            pdl=False,
+        )
+        self.runner = CudaRunner(self.program, pool, vocab_size=VOCABULARY, slots=2 * MAX_SEQS)
+        cache = KvCache(
+            groups,
+            block_tokens=BLOCK_TOKENS,
+            max_chunk=CHUNK,
+            grow=self.runner.grow,
+            fingerprint=b"tiny",
+            prefix_cache=True,
+        )
+        self.scheduler = Scheduler(
+            cache,
+            max_seqs=MAX_SEQS,
+            context_length=CONTEXT,
+            chunk=ChunkPolicy(CHUNK, 1e9),
+            decode_refusals=self.runner.decode_refusals,
+        )
+        self.modes: set[str] = set()
+
+    def request(self, prompt: Sequence[int], seed: int = 0, **params: object) -> Request:
+        given = {"max_tokens": 4, "ignore_eos": True, "temperature": 0} | params
+        sampling = SamplingParams().updated(given).resolved({})
+        request = Request("r", prompt, sampling, seed=seed, end_ids=frozenset())
+        self.scheduler.add(request)
+        return request
+
+    def run(self, *, ahead: bool) -> None:
+        """All steps, each submitted before the one before it is read, or after."""
+        outstanding = None
+        while self.scheduler.has_work or outstanding is not None:
+            plan = self.scheduler.plan()
+            if isinstance(plan, NoPlan):
+                assert outstanding is not None
+                self.scheduler.commit(self.runner.collect(outstanding), {})
+                outstanding = None
+                continue
+            self.modes.add(plan.decode_mode)
+            ticket = self.runner.submit(plan)
+            if outstanding is not None:
+                self.scheduler.commit(self.runner.collect(outstanding), {})
+            outstanding = ticket
+            if not ahead:
+                self.scheduler.commit(self.runner.collect(ticket), {})
+                outstanding = None
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    tiny = TINY_MODELS[name]
+    return write_gguf(build(tiny), tiny, folder / f"{name}.gguf")
+
+
+def ids(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+
+
+def plain_logits(model: CausalLM, tokens: Sequence[int]) -> torch.Tensor:
+    config = model.config
+    groups = layer_groups(
+        config,
+        block_tokens=BLOCK_TOKENS,
+        chunk=CONTEXT,
+        max_seqs=1,
+        context_length=CONTEXT,
+        kv_bytes=1 << 40,
+        dtype=torch.float32,
+    )
+    pool = KvPool(
+        groups,
+        block_tokens=BLOCK_TOKENS,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=torch.float32,
+    )
+    program = PlainProgram(model, pool, max_rows=CONTEXT, max_logits=4)
+    tables = [range(group.capacity) for group in groups]
+    with torch.inference_mode():
+        program.forward([Chunk(tokens, 0, tables)])
+        return program.logits([len(tokens) - 1])[0].clone()
+
+
+# In the interpreter each takes half a minute; a GPU runs them all.
+FAMILIES = ["gemma3"] if DEVICE.type == "cpu" else ["llama", "qwen3", "gemma3", "phi3-partial"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_a_prompt_are_the_plain_ones(tmp_path: Path, name: str) -> None:
+    device = Device(checkpoint(tmp_path, name))
+    tokens = ids(20, 1)  # more rows than int8 products take
+    request = device.request(tokens, max_tokens=2)
+    device.run(ahead=False)
+    # What decoding left is the second token's logits.
+    output = request.sequences[0].output_ids
+    found = device.program.logits[0, :VOCABULARY].float().cpu()
+    expected = plain_logits(device.model, [*tokens, output[0]])[:VOCABULARY]
+    error = (found - expected).norm() / expected.norm()
+    assert error < 0.03, error
+    assert int(found.argmax()) == output[1]
+
+
+def test_one_step_ahead_and_in_turn_give_the_same_tokens(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, "llama")
+    outputs = []
+    for ahead in (False, True):
+        device = Device(path)
+        requests = [
+            device.request(ids(3, 2)),
+            device.request(ids(2, 3), max_tokens=3, logprobs=1),  # chosen on the host
+        ]
+        if DEVICE.type == "cuda":  # interpreted it takes minutes
+            requests.append(device.request(ids(7, 4), temperature=1.0, top_k=20, seed=7))
+        device.run(ahead=ahead)
+        outputs.append([request.sequences[0].output_ids for request in requests])
+        assert all(request.sequences[0].error is None for request in requests)
+        assert device.scheduler.cache.blocks_used == 0
+        assert "batched" in device.modes
+    assert outputs[0] == outputs[1]
