@@ -173,14 +173,15 @@ def test_logits_of_a_prompt_are_the_plain_ones(tmp_path: Path, name: str) -> Non
     assert int(found.argmax()) == output[1]
 
 
+@pytest.mark.timeout(400)
 def test_one_step_ahead_and_in_turn_give_the_same_tokens(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, "llama")
     outputs = []
     for ahead in (False, True):
         device = Device(path)
         requests = [
-            device.request(ids(3, 2)),
-            device.request(ids(2, 3), max_tokens=3, logprobs=1),  # chosen on the host
+            device.request(ids(3, 2), max_tokens=3),
+            device.request(ids(2, 3), max_tokens=2, logprobs=1),  # chosen on the host
         ]
         if DEVICE.type == "cuda":  # interpreted it takes minutes
             requests.append(device.request(ids(7, 4), temperature=1.0, top_k=20, seed=7))
