@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.formats import FORMATS
-from asyncllm.kernels.cuda import products, spelling, tensor_cores, unpacking
+from asyncllm.kernels.cuda import products, spelling, unpacking
 from asyncllm.kernels.cuda.weights import DeviceWeight, upload
 
 # The 8B model's: outputs, inputs.
@@ -136,29 +136,6 @@ def measure(name: str, label: str, weight: DeviceWeight, counts: list[int], quic
             kinds.append(
                 ("dp4a", few, [products.default_config(weight, rows)] if quick else listed)
             )
-        if rows >= 8:
-            halves = torch.randn(rows, weight.columns, device=DEVICE).half()
-            planes = torch.empty(rows * weight.columns, dtype=torch.float16, device=DEVICE)
-            sums = torch.empty(8 * rows * weight.rows, device=DEVICE)
-
-            def many(
-                config: Any,
-                pdl: bool,
-                x: Tensor = halves,
-                out: Tensor = out,
-                planes: Tensor = planes,
-                sums: Tensor = sums,
-            ) -> Any:
-                return [
-                    lambda w=w: tensor_cores.many_rows(
-                        w, x, out, planes, sums, config=config, pdl=pdl
-                    )
-                    for w in several
-                ]
-
-            listed = [*tensor_cores.many_configs(weight, rows)]
-            default = tensor_cores.many_default(weight, rows)
-            kinds.append(("tensor", many, [default] if quick else listed))
         for kind, attempt, configs in kinds:
             for pdl in (False, True) if CUDA else (False,):
                 time_, config, failed = best(attempt, configs, pdl)
@@ -182,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="rehearse on small weights")
     parser.add_argument("--quick", action="store_true", help="the default configurations only")
-    parser.add_argument("--rows", default="1,2,4,8,16,32,64")
+    parser.add_argument("--rows", default="1,2,4,8,16")
     parser.add_argument("--forms", default="Q4_K,Q6_K")
     parser.add_argument("--shapes", default="", help="some of them, separated by /")
     options = parser.parse_args()

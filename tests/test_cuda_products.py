@@ -12,7 +12,6 @@ from tests.cuda_weights import BY_NAME, quantised, random_rows
 
 _REASON = "kernels for GPUs need triton"
 products: Any = pytest.importorskip("asyncllm.kernels.cuda.products", reason=_REASON)
-tensor_cores: Any = pytest.importorskip("asyncllm.kernels.cuda.tensor_cores", reason=_REASON)
 unpacking: Any = pytest.importorskip("asyncllm.kernels.cuda.unpacking", reason=_REASON)
 
 FORMS = [name for name in LAYOUTS if name in BY_NAME]
@@ -153,77 +152,6 @@ def test_products_that_do_not_fit_are_refused() -> None:
         products.few_rows(weight, on_device(x), poisoned(2, 5), out_offset=2)
     with pytest.raises(ValueError, match="gate is Q8_0"):
         products.few_rows(weight, on_device(x), poisoned(2, 4), up=weight_of("Q4_0", 4, 64))
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_many_rows_differ_by_the_rounding_of_weights(name: str) -> None:
-    weight = weight_of(name, 70, width(name, 1))
-    x = activations(18, weight.columns).half()
-    out = poisoned(19, 75)
-    planes = torch.empty(18 * weight.columns, dtype=torch.float16, device=DEVICE)
-    tensor_cores.many_rows(
-        *(weight, x.to(DEVICE), out, planes, out.new_empty(0)),
-        out_offset=2,
-        config=(4, 64, 32, 1, 2),
-    )
-    check(out, product(x.double(), weight), first=2, tolerance=2e-3)
-
-
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
-def test_many_rows_in_splits_add_residual_and_bias_once(name: str) -> None:
-    weight = weight_of(name, 33, 768)
-    x = activations(16, 768)
-    residual, bias = activations(16, 33, 2), activations(1, 33, 3)[0]
-    out = poisoned(16, 40)
-    out[:, 3:36] = residual.to(DEVICE)
-    planes = torch.empty(16 * 768, dtype=torch.float16, device=DEVICE)
-    tensor_cores.order_planes(x.to(DEVICE), planes.view(16, 768))
-    tensor_cores.many_rows(
-        *(weight, x.to(DEVICE), out, planes, poisoned(2, 16 * 33).view(-1)),
-        ordered=True,
-        residual=out[:, 3:36],
-        bias=bias.to(DEVICE),
-        out_offset=3,
-        config=(4, 64, 32, 2, 2),
-    )
-    expected = product(x.double(), weight) + residual.double() + bias.double()
-    check(out, expected, first=3, tolerance=2e-3)
-
-
-def test_more_rows_than_a_program_has_take_several() -> None:
-    weight = weight_of("Q8_0", 20, 96)
-    x = activations(130, 96).half()
-    out = poisoned(130, 20)
-    planes = torch.empty(130 * 96, dtype=torch.float16, device=DEVICE)
-    assert tensor_cores.many_default(weight, 130)[3] == 1
-    tensor_cores.many_rows(weight, x.to(DEVICE), out, planes, out.new_empty(0))
-    check(out, product(x.double(), weight), tolerance=2e-3)
-
-
-@pytest.mark.parametrize("name", ["F16", "BF16", "F32"])
-def test_many_rows_of_floats_take_the_vendors_product(name: str) -> None:
-    weight = weight_of(name, 33, 96)
-    x = activations(20, 96).half()
-    residual = activations(20, 33, 2)
-    out = poisoned(20, 40)
-    empty = torch.empty(0, dtype=torch.float16, device=DEVICE)
-    tensor_cores.many_rows(
-        *(weight, x.to(DEVICE), out, empty, out.new_empty(0)),
-        residual=residual.to(DEVICE),
-        out_offset=4,
-    )
-    expected = product(x.double(), weight) + residual.double()
-    check(out, expected, first=4, tolerance=1e-2 if name == "BF16" else 2e-3)
-
-
-@pytest.mark.parametrize("name", ["Q4_K", "F16"])
-def test_prompts_are_unpacked_a_buffer_at_a_time(name: str) -> None:
-    weight = weight_of(name, 20, 256)
-    x = activations(24, 256).half()
-    out = poisoned(24, 20)
-    buffer = torch.empty(8 * 256, dtype=torch.float16, device=DEVICE)
-    tensor_cores.dense_rows(weight, x.to(DEVICE), out, buffer)
-    check(out, product(x.double(), weight), tolerance=2e-3)
 
 
 @pytest.mark.parametrize("name", [*FORMS, "F16"])

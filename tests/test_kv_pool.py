@@ -108,18 +108,6 @@ def test_only_what_is_written_takes_memory() -> None:
     assert resident_bytes() - before < 4 << 20
 
 
-def test_only_the_cpu_is_served_for_now() -> None:
-    with pytest.raises(OptionsError, match="device='cuda'"):
-        KvPool(
-            groups(1, 1),
-            block_tokens=16,
-            kv_heads=2,
-            head_dim=8,
-            dtype=torch.float32,
-            device="cuda",
-        )
-
-
 # Layer groups
 
 

@@ -244,7 +244,7 @@ async def test_five_loads_leave_memory_at_its_start_value(smollm2_path: Path) ->
 
 async def test_a_blocked_loop_costs_no_steps(smollm2_path: Path) -> None:
     async with AsyncEngine.load(smollm2_path, threads=1) as engine:
-        generation = engine.generate("Once", max_tokens=400, ignore_eos=True)
+        generation = engine.generate("Once", max_tokens=8000, ignore_eos=True)
         while engine.stats().decoding == 0:
             await asyncio.sleep(0.01)
 

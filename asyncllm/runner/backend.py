@@ -135,11 +135,16 @@ class Backend:
         self.note(reason)
 
 
+# Of the free memory: so much of it and no more goes to 16-bit copies for passes of many rows.
+DENSE_SHARE = 0.15
+
+
 @dataclass(slots=True)
 class CudaBackend(Backend):
     """Triton kernels on an NVIDIA GPU."""
 
     model: Any = None
+    prefill_weights: str = "auto"
 
     @property
     def packs(self) -> bool:
@@ -151,7 +156,8 @@ class CudaBackend(Backend):
         import torch
 
         # Repacked they take a little more; activations and graphs take the rest of the reserve.
-        return int(torch.cuda.mem_get_info(self.device)[0]) - int(1.05 * weights_bytes) - (1 << 30)
+        free = int(torch.cuda.mem_get_info(self.device)[0])
+        return int((1 - DENSE_SHARE) * free) - int(1.05 * weights_bytes) - (1 << 30)
 
     def suit(self, config: ModelConfig, block_tokens: int) -> None:
         """Refuse a model whose shape the device path does not have."""
@@ -168,6 +174,9 @@ class CudaBackend(Backend):
         from asyncllm.runner.cuda_step import DeviceModel
 
         self.model = DeviceModel(model, torch.device(self.device), on_tiles)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        if self.prefill_weights == "auto" and self.model.dense_bytes < DENSE_SHARE * free:
+            self.model.keep_dense()
 
     def runner(
         self,
@@ -222,7 +231,12 @@ def _cuda_backend(options: EngineOptions) -> CudaBackend | None:
     use_threads(1)
     torch.cuda.set_device(device)  # of this thread
     return CudaBackend(
-        1, name="triton", kv_dtype="float16", device=device, notes=[_device_name(device)]
+        1,
+        name="triton",
+        kv_dtype="float16",
+        device=device,
+        notes=[_device_name(device)],
+        prefill_weights=options.prefill_weights,
     )
 
 

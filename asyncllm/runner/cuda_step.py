@@ -64,7 +64,7 @@ class Rows:
     Attributes:
         quantised: int8 rows, for up to `MOST_ROWS` rows.
         half: for more.
-        full: float32, for weights in floating point.
+        full: float32, for as few rows: for weights in floating point.
     """
 
     quantised: tuple[Tensor, Tensor, Tensor]
@@ -81,17 +81,16 @@ class Rows:
                 torch.zeros(few, width // 32, dtype=torch.int32, device=device),
             ),
             torch.zeros(count, width, dtype=HALF, device=device),
-            torch.zeros(count, width, device=device),
+            torch.zeros(few, width, device=device),
         )
 
-    def targets(self, count: int, *, floats: bool, first: int = 0) -> dict[str, Any]:
+    def targets(self, count: int, *, floats: bool) -> dict[str, Any]:
         """Which forms a kernel is to write for so many rows."""
-        own = slice(first, first + count)
         if count > MOST_ROWS:
-            return {"half": self.half[own]}
-        wanted: dict[str, Any] = {"quantised": tuple(part[own] for part in self.quantised)}
+            return {"half": self.half[:count]}
+        wanted: dict[str, Any] = {"quantised": tuple(part[:count] for part in self.quantised)}
         if floats:
-            wanted["out"] = self.full[own]
+            wanted["out"] = self.full[:count]
         return wanted
 
 
@@ -116,15 +115,13 @@ class DeviceModel:
         self.head = self.embedding if tied else self._weight(model.head.weight)
         self.layers = [self._layer(layer) for layer in model.layers]
         self.output_norm = self.vector(model.output_norm)
+        self.dense: dict[int, Tensor] = {}
         self._staging = Staging(torch.device("cpu"))
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all matrices."""
-        every = [self.embedding, *(weight for layer in self.layers for weight in layer.every)]
-        if self.head is not self.embedding:
-            every.append(self.head)
-        return sum(weight.nbytes for weight in every)
+    def every(self) -> list[DeviceWeight]:
+        """The matrices of all layers."""
+        return [weight for layer in self.layers for weight in layer.every]
 
     def vector(self, tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.float().to(self._device).contiguous()
@@ -138,13 +135,29 @@ class DeviceModel:
         return _DeviceLayer(self, layer.attention, layer.feed_forward, layer.rope)
 
     def products(self, linears: Sequence[Linear]) -> list[_Product]:
-        """Layers that read the same input, joined where they are of one form."""
+        """Layers that read the same input, neighbours joined where they are of one form."""
         weights = [self._weight(linear.weight) for linear in linears]
         biases = [self.vector(linear.bias) for linear in linears]
-        alike = len({(weight.form, weight.columns) for weight in weights}) == 1
-        if len(weights) > 1 and alike and all(bias is None for bias in biases):
-            return [_Product(joined(weights), None)]
-        return [_Product(*each) for each in zip(weights, biases, strict=True)]
+        found: list[_Product] = []
+        for weight, bias in zip(weights, biases, strict=True):
+            last = found[-1] if found else None
+            if last and last.bias is None and bias is None and last.weight.form == weight.form:
+                last.weight = joined([last.weight, weight])
+            else:
+                found.append(_Product(weight, bias))
+        return found
+
+    def keep_dense(self) -> None:
+        """Keep a 16-bit copy of every matrix for passes of many rows."""
+        for weight in {id(weight): weight for weight in self.every}.values():
+            dense = torch.empty(weight.rows, weight.columns, dtype=HALF, device=self._device)
+            unpack_to(weight, dense)
+            self.dense[id(weight)] = dense
+
+    @property
+    def dense_bytes(self) -> int:
+        """What `keep_dense` takes."""
+        return sum(2 * weight.rows * weight.columns for weight in self.every)
 
 
 @dataclass(slots=True)
@@ -242,9 +255,9 @@ class CudaProgram:
         self.tokens = zeros(count, dtype=torch.int32)
         self.next_tokens = zeros(max_batch, dtype=torch.int32)
         self.fields = zeros(FIELDS * max_batch, dtype=torch.int32)
-        every = [weights.head, *(weight for layer in weights.layers for weight in layer.every)]
-        largest = max(weight.rows * weight.columns for weight in every[1:])
-        self._dense = zeros(largest if self.max_rows > MOST_ROWS else 0, dtype=HALF)
+        largest = max(weight.rows * weight.columns for weight in weights.every)
+        unpacked = self.max_rows > MOST_ROWS and not weights.dense
+        self._dense = zeros(largest if unpacked else 0, dtype=HALF)
         self._decode_scratch: dict[int, attention.DecodeScratch] = {}
         self._choice_scratch: dict[int, ChoiceScratch] = {}
         self._context = model.context_length
@@ -448,6 +461,18 @@ class CudaProgram:
         activation, width = self.config.architecture.activation, self.config.feed_forward
         floats = layer.down.weight.layout is None
         gates = layer.gate_up
+        if count <= MOST_ROWS and len(gates) == 2 and gates[0].form == gates[1].form:
+            gate, up = gates
+            source: Any = tuple(part[:count] for part in self._normed.quantised)
+            if gate.layout is None:
+                source = self._normed.full[:count]
+            # Float weights read the result as it is; it is quantised for others.
+            out = self._gated.full[:count]
+            few_rows(gate, source, out, up=up, activation=activation, pdl=self.pdl)
+            if not floats:
+                forms = self._gated.targets(count, floats=False)
+                rows.quantise(out, **forms, pdl=self.pdl)
+            return
         column = 0
         for weight in gates:
             self._multiply(_Product(weight, None), self._normed, count, self._gate_up, column)
@@ -469,8 +494,10 @@ class CudaProgram:
                 weight, source, out[:count], bias=product.bias, out_offset=column, pdl=self.pdl
             )
             return
-        dense = self._dense[: weight.rows * weight.columns].view(weight.rows, weight.columns)
-        unpack_to(weight, dense)
+        dense = self._weights.dense.get(id(weight))
+        if dense is None:
+            dense = self._dense[: weight.rows * weight.columns].view(weight.rows, weight.columns)
+            unpack_to(weight, dense)
         target = out[:count, column : column + weight.rows]
         _dense_product(x.half[:count], dense, target)
         if product.bias is not None:

@@ -133,6 +133,7 @@ class CudaRunner:
         self._held: dict[int, tuple[Sequence[int], ...]] = {}  # by slot: what its tables have
         self._outstanding: list[_Ticket] = []
         self._closed = False
+        self._ended = 0.0
 
     # The runner's protocol.
 
@@ -161,8 +162,15 @@ class CudaRunner:
                 _result(row, results.get(index), ticket.scores.get(index, ()))
                 for index, row in enumerate(ticket.rows)
             ),
-            perf_counter() - ticket.started,
+            self._since(ticket),
         )
+
+    def _since(self, ticket: _Ticket) -> float:
+        """Seconds the step took: from its submission, or from the end of the one before."""
+        now = perf_counter()
+        seconds = now - max(ticket.started, self._ended)
+        self._ended = now
+        return seconds
 
     def tune(self, plan: StepPlan) -> None:
         """Nothing is left to choose."""

@@ -335,11 +335,16 @@ def _few_rows_float(
 
 def default_config(weight: DeviceWeight, rows: int) -> Config:
     """Warps and rows of the weight of a program, where nothing was timed."""
-    subs = weight.columns // 32
     if rows > 1:
         return (1, 2) if rows > 8 else (1, 4)
-    warps = 4 if subs >= 128 else 2 if subs >= 64 else 1
-    return warps, 2 if weight.rows < 8192 else 4
+    # What was fastest on an H200, with the next kernel launched ahead.
+    if weight.columns >= 8192:
+        return 8, 2
+    if weight.columns < 2048:
+        return 1, 2
+    if weight.rows >= 12288:
+        return 4, 4 if weight.layout is not None and weight.layout.bits <= 4 else 2
+    return (2, 8) if weight.rows > 4096 else (1, 2)
 
 
 def configs(weight: DeviceWeight, rows: int) -> list[Config]:
