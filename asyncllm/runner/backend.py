@@ -225,6 +225,8 @@ def _cuda_backend(options: EngineOptions) -> CudaBackend | None:
         if options.device == "auto":
             return None
         raise OptionsError(f"device={options.device!r}: {reason}")
+    if options.prefill_weights == "int8":
+        raise OptionsError('prefill_weights="int8": not there yet; accepted are "auto" and "packed"')
     device = "cuda:0" if options.device in ("auto", "cuda") else options.device
     if int(device.partition(":")[2]) >= torch.cuda.device_count():
         raise OptionsError(f"device={device!r}: there are {torch.cuda.device_count()}")

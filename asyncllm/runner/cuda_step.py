@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 HALF: Final = torch.bfloat16  # of what dense products take: its range is float32's
 QUERY: Final = torch.float16  # of queries, keys and values
 
-# Programs that share the norm of a single row.
-NORM_PARTS: Final = 8
-
 # Fields of a batch that go to the device with one copy, 32-bit words of max_batch rows each.
 SLOT, POSITION, FRESH, TOP_K, TEMPERATURE, TOP_P, MIN_P, OUTPUT, INDEX, SEED = range(10)
 FIELDS: Final = 11  # a seed has two
@@ -450,7 +447,6 @@ class CudaProgram:
             added=self._y[:count] if added else None,
             post_weight=post,
             into=into,
-            parts=NORM_PARTS if count == 1 and self.config.embedding >= 1024 else 1,
             pdl=self.pdl,
             **target.targets(count, floats=floats),
         )

@@ -335,16 +335,16 @@ def _few_rows_float(
 
 def default_config(weight: DeviceWeight, rows: int) -> Config:
     """Warps and rows of the weight of a program, where nothing was timed."""
-    if rows > 1:
-        return (1, 2) if rows > 8 else (1, 4)
-    # What was fastest on an H200, with the next kernel launched ahead.
-    if weight.columns >= 8192:
-        return 8, 2
-    if weight.columns < 2048:
+    # What was fastest on an H200 in a step of an 8B model, the next kernel launched ahead.
+    if rows > 1 or weight.columns < 2048:
         return 1, 2
+    if weight.columns >= 8192:
+        return 4, 2
     if weight.rows >= 12288:
         return 4, 4 if weight.layout is not None and weight.layout.bits <= 4 else 2
-    return (2, 8) if weight.rows > 4096 else (1, 2)
+    if weight.rows > 4096:
+        return (4, 2) if weight.rows > 5120 else (2, 4)
+    return 1, 2
 
 
 def configs(weight: DeviceWeight, rows: int) -> list[Config]:
@@ -397,6 +397,8 @@ def few_rows(
     if out.shape[1] < out_offset + weight.rows or len(out) < rows or out.stride(1) != 1:
         raise ValueError(f"results [{rows}, {weight.rows}] do not fit in {list(out.shape)}")
     warps, owned = config or default_config(weight, rows)
+    if config is None and up is not None and rows == 1:
+        warps, owned = 2, 4
     target = out[:, out_offset:]
     traits: dict[str, Any] = {
         "K": weight.columns,
