@@ -226,7 +226,9 @@ def _cuda_backend(options: EngineOptions) -> CudaBackend | None:
             return None
         raise OptionsError(f"device={options.device!r}: {reason}")
     if options.prefill_weights == "int8":
-        raise OptionsError('prefill_weights="int8": not there yet; accepted are "auto" and "packed"')
+        raise OptionsError('prefill_weights="int8": not there yet; use "auto" or "packed"')
+    if options.deterministic:
+        raise OptionsError('deterministic=True: not there yet on a GPU; device="cpu" always is')
     device = "cuda:0" if options.device in ("auto", "cuda") else options.device
     if int(device.partition(":")[2]) >= torch.cuda.device_count():
         raise OptionsError(f"device={device!r}: there are {torch.cuda.device_count()}")
