@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -248,17 +247,20 @@ async def test_a_blocked_loop_costs_no_steps(smollm2_path: Path) -> None:
         while engine.stats().decoding == 0:
             await asyncio.sleep(0.01)
 
-        async def steps(wait: Any) -> float:
-            before, started = engine.stats().steps, time.perf_counter()
-            await wait()
-            return (engine.stats().steps - before) / (time.perf_counter() - started)
-
         async def blocked() -> None:
-            time.sleep(0.8)
+            time.sleep(0.2)
 
         async def free() -> None:
-            await asyncio.sleep(0.8)
+            await asyncio.sleep(0.2)
 
-        rates = [(await steps(blocked), await steps(free)) for _ in range(3)]
+        # Shared machines change their speed from second to second: short turns, added up.
+        steps, seconds = {blocked: 0, free: 0}, {blocked: 0.0, free: 0.0}
+        for _ in range(25):
+            for wait in (blocked, free):
+                before, started = engine.stats().steps, time.perf_counter()
+                await wait()
+                steps[wait] += engine.stats().steps - before
+                seconds[wait] += time.perf_counter() - started
         await generation.cancel()
-    assert statistics.median(b / f for b, f in rates) >= 0.95, rates
+    rates = [steps[wait] / seconds[wait] for wait in (blocked, free)]
+    assert rates[0] >= 0.95 * rates[1], rates
