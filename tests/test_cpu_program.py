@@ -32,7 +32,8 @@ from asyncllm.kernels.reference import PackedWeight
 from asyncllm.model.config import ModelConfig
 from asyncllm.model.program import Chunk
 from asyncllm.runner import cpu_step
-from asyncllm.runner.cpu_step import CpuProgram, pack_model, refusal
+from asyncllm.runner.cpu_step import CpuProgram, refusal
+from asyncllm.runner.cpu_weights import pack_model
 from asyncllm.sampling.state import GREEDY
 from asyncllm.scheduler.step import StepInterrupted
 from tests import gguf_bytes

@@ -79,7 +79,7 @@ class Backend:
         """Bring the weights into the form that the backend computes with."""
         if self.library is None:
             return
-        from asyncllm.runner.cpu_step import pack_model
+        from asyncllm.runner.cpu_weights import pack_model
 
         try:
             self.tiles = pack_model(model, self.library, self.threads, on_tiles)
