@@ -31,7 +31,7 @@ from asyncllm.kernels.ops import REFERENCE_ROWS, Kernel, KernelTable
 from asyncllm.kernels.reference import PackedWeight
 from asyncllm.model.config import ModelConfig
 from asyncllm.model.program import Chunk
-from asyncllm.runner import cpu_step
+from asyncllm.runner import cpu_weights
 from asyncllm.runner.cpu_step import CpuProgram, refusal
 from asyncllm.runner.cpu_weights import pack_model
 from asyncllm.sampling.state import GREEDY
@@ -644,7 +644,7 @@ def no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ValueError("weights of another world")
 
-    monkeypatch.setattr("asyncllm.runner.cpu_step.pack", broken)
+    monkeypatch.setattr("asyncllm.runner.cpu_weights.pack", broken)
 
 
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None: ...
@@ -733,14 +733,14 @@ async def test_a_load_that_is_given_up_while_packing_leaves_no_thread(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packing = threading.Event()
-    real = vars(cpu_step)["pack"]
+    real = vars(cpu_weights)["pack"]
 
     def slow(*arguments: Any) -> None:
         packing.set()
         time.sleep(0.05)
         real(*arguments)
 
-    monkeypatch.setattr(cpu_step, "pack", slow)
+    monkeypatch.setattr(cpu_weights, "pack", slow)
     before = threading.active_count()
     task = asyncio.ensure_future(load(small)._load())
     while not packing.is_set():
