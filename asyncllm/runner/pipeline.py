@@ -33,6 +33,7 @@ from asyncllm.runner.cuda_step import (
     TOP_P,
     CudaProgram,
 )
+from asyncllm.runner.runner import row_result
 from asyncllm.sampling.sampler import (
     Sampled,
     Sampler,
@@ -43,7 +44,6 @@ from asyncllm.sampling.sampler import (
 from asyncllm.scheduler.step import (
     DecodeMode,
     Row,
-    RowResult,
     StepPlan,
     StepResult,
     TokenLogprob,
@@ -159,7 +159,7 @@ class CudaRunner:
             self._outstanding.remove(ticket)
         return StepResult(
             tuple(
-                _result(row, results.get(index), ticket.scores.get(index, ()))
+                row_result(row, results.get(index), ticket.scores.get(index, ()))
                 for index, row in enumerate(ticket.rows)
             ),
             self._since(ticket),
@@ -450,13 +450,3 @@ class CudaRunner:
     def _on_stream(self) -> Iterator[None]:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             yield
-
-
-def _result(
-    row: Row, chosen: Sampled | Exception | None, scores: tuple[TokenLogprob, ...]
-) -> RowResult:
-    if isinstance(chosen, Exception):
-        return RowResult(row.sequence_id, row.epoch, error=chosen)
-    if chosen is None:
-        return RowResult(row.sequence_id, row.epoch, prompt_logprobs=scores)
-    return RowResult(row.sequence_id, row.epoch, chosen.token, chosen.logprob, scores)

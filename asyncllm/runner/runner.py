@@ -147,7 +147,7 @@ class StepRunner:
             chosen |= zip(part, found, strict=True)
         scores = [self._scores(row, start) for row, start in zip(rows, firsts, strict=True)]
         return tuple(
-            _result(row, chosen.get(index), scores[index]) for index, row in enumerate(rows)
+            row_result(row, chosen.get(index), scores[index]) for index, row in enumerate(rows)
         )
 
     def _choose(
@@ -203,9 +203,10 @@ def _taken(token: int, logit: float, state: SamplingState) -> Sampled | Exceptio
     return Sampled(token)
 
 
-def _result(
+def row_result(
     row: Row, chosen: Sampled | Exception | None, scores: tuple[TokenLogprob, ...]
 ) -> RowResult:
+    """What came of a row, whatever chose its token."""
     if isinstance(chosen, Exception):
         return RowResult(row.sequence_id, row.epoch, error=chosen)
     if chosen is None:
