@@ -13,7 +13,8 @@ class LoadProgress:
     """One report while a model loads.
 
     Attributes:
-        stage: what is being done, a name of `ModelInfo.load_stages`.
+        stage: what is being done: a name of `ModelInfo.load_stages`, or `"compiling ..."` with a
+            kernel's name, within such a stage.
         fraction: how much of the whole load is done, 0 to 1.
         bytes_done: bytes of weights bound so far.
         bytes_total: bytes of weights in the checkpoint; 0 until it is open.

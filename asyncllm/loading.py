@@ -52,6 +52,7 @@ class _Stages:
     loading: Loading
     bytes_total: int = 0
     bytes_done: int = 0
+    fraction: float = 0.0
     done: list[LoadStage] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -65,7 +66,9 @@ class _Stages:
         telemetry.record("load-stage", stage=name, seconds=round(seconds, 6))
 
     def report(self, name: str, part: float = 0.0) -> None:
-        fraction = (len(self.done) + part) / len(STAGES)
+        # Kernels are compiled in the middle of other stages: what was told is not taken back.
+        self.fraction = max(self.fraction, min(1.0, (len(self.done) + part) / len(STAGES)))
+        fraction = self.fraction
         self.loading.progress(LoadProgress(name, fraction, self.bytes_done, self.bytes_total))
 
     def check(self) -> None:

@@ -751,3 +751,20 @@ async def test_a_load_that_is_given_up_while_packing_leaves_no_thread(
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith(("asyncllm-packing", "asyncllm-worker"))]
     assert threading.active_count() <= before + 1
+
+
+async def test_an_engine_says_when_its_kernels_cannot_be_kept(small: Path, tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    told: list[tuple[str, float]] = []
+    async with load(
+        small,
+        tune_dir=in_the_way,
+        on_progress=lambda report: told.append((report.stage, report.fraction)),
+    ) as engine:
+        assert engine.info.backend.startswith("numba")
+        assert "cannot be kept" in " ".join(engine.info.backend_notes)
+    fractions = [fraction for _, fraction in told]
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0
+    assert any(stage.startswith("compiling") for stage, _ in told)
+    assert told[-1][0] == "ready"  # also after closing

@@ -117,6 +117,8 @@ class Backend:
                 self._fall_back(f"kernels cannot be compiled: {error!r}")
             else:
                 self.tiles = {}
+                if self.library.not_kept is not None:
+                    self.note(self.library.not_kept)
                 return CpuRunner(program, pool, vocab_size=vocab_size)
         return PlainRunner(
             model,
@@ -277,7 +279,7 @@ def choose_backend(
 
     use_threads(1)  # torch only chooses tokens now
     isa = detect_isa()
-    directory = None if options.tune_dir is None else Path(options.tune_dir)
+    directory = None if options.tune_dir is None else Path(options.tune_dir).expanduser()
     backend = Backend(
         options.threads or physical_cores(),
         options.threads,

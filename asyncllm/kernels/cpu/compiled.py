@@ -63,8 +63,11 @@ def _key() -> str:
 class _Kept:
     """What numba asks for compiled functions: files in a directory, written whole or not at all."""
 
-    def __init__(self, path: Path, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, path: Path, function: Callable[..., Any], on_failure: Callable[[OSError], None]
+    ) -> None:
         self._path = path
+        self._on_failure = on_failure
         # It knows how numba's results become bytes; where they lie is decided here.
         self._form = CompileResultCacheImpl.__new__(CompileResultCacheImpl)
         self._function = function
@@ -89,6 +92,7 @@ class _Kept:
             os.replace(part, self._path)
         except OSError as error:  # a full or read-only disk costs the next start some seconds
             telemetry.record("kernel-not-kept", path=str(self._path), error=str(error))
+            self._on_failure(error)
 
 
 class KernelLibrary:
@@ -100,6 +104,7 @@ class KernelLibrary:
 
     Attributes:
         compiled: names of those that had to be compiled.
+        not_kept: why some of these will have to be compiled again; `None`: they will not.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class KernelLibrary:
         self._functions: dict[str, Any] = {}  # they own the machine code
         self._lock = threading.Lock()
         self.compiled: list[str] = []
+        self.not_kept: str | None = None
 
     def address(self, name: str, make: Callable[[], Callable[..., None]]) -> int:
         """Where a kernel's machine code is; valid as long as this object.
@@ -130,7 +136,8 @@ class KernelLibrary:
             found = CFunc(
                 function, (_ARGUMENTS, types.void), {}, {"error_model": "numpy", "nogil": True}
             )
-            found._cache = _Kept(self._directory / f"{name}.kernel", function)
+            path = self._directory / f"{name}.kernel"
+            found._cache = _Kept(path, function, self._cannot_keep)
             found.compile()
             if not found.cache_hits:
                 self.compiled.append(name)
@@ -138,3 +145,6 @@ class KernelLibrary:
             self._functions[name] = found
         address: int = found.address
         return address
+
+    def _cannot_keep(self, error: OSError) -> None:
+        self.not_kept = f"compiled kernels cannot be kept, every start compiles them: {error}"

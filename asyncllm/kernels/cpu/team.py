@@ -262,6 +262,7 @@ class Team:
         function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)  # calls of it release the lock
         self._lead = function(library.address("team-lead", lambda: _lead))
         follow = function(library.address("team-follow", lambda: _follow))
+        self._stop = function(library.address("team-stop", lambda: _end))
         self.threads: list[threading.Thread] = []
         if threads > 1:
             for name, place in (("mutex", MUTEX), ("cond", CONDITION)):
@@ -285,14 +286,10 @@ class Team:
     def close(self) -> None:
         """End the threads. Idempotent."""
         if self.threads:
-            self._stop(self._address)
+            self._stop(self._address, 0, 0, 0)
             for thread in self.threads:
                 thread.join()
             self.threads.clear()
-
-    def _stop(self, address: int) -> None:
-        function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
-        function(self._library.address("team-stop", lambda: _end))(address, 0, 0, 0)
 
 
 def _end(state: int, _first: int, _count: int, _thread: int) -> None:
