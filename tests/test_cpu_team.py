@@ -16,7 +16,7 @@ from asyncllm.kernels.cpu import team as team_module
 from asyncllm.kernels.cpu.compiled import KernelLibrary
 from asyncllm.kernels.cpu.memory import load_i64, store_i64
 from asyncllm.kernels.cpu.step import RULES, WORD
-from asyncllm.kernels.cpu.team import Team, can_team
+from asyncllm.kernels.cpu.team import CLAIM, END, Team, can_team
 from tests.cpu_kernels import Array, library
 
 pytestmark = pytest.mark.skipif(not can_team(), reason="this system's threads cannot wait")
@@ -156,6 +156,40 @@ def test_every_unit_runs_once_and_phases_run_in_order(make: Make, threads: int) 
         phases.team.run(0, 300)
         assert (phases.counts == phases.expected(times)).all()
         assert not phases.wrong[0], "a phase began before the one before had ended"
+
+
+@THREADS_OF_TEAMS
+@pytest.mark.parametrize("bits", [31, 32])
+def test_numbers_of_phases_may_wrap(make: Make, threads: int, bits: int) -> None:
+    phases = make(some_sizes(threads, 300), threads)
+    words = phases.team._state.view(np.uint64)
+    number = np.uint64((1 << bits) - 450)
+    words[END // 8] = number
+    words[CLAIM // 8] = number << np.uint64(32)
+    for times in range(1, 4):
+        phases.team.run(0, 300)
+        assert (phases.counts == phases.expected(times)).all()
+    assert not phases.wrong[0]
+
+
+def test_a_team_works_with_the_threads_that_could_be_started(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "asyncllm-worker-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    before = workers()
+    phases = make([[5], [7]], 4)
+    assert workers() == before + 1
+    phases.team.run(0, 2)
+    assert (phases.counts == phases.expected()).all()
+    phases.team.close()
+    assert workers() == before
 
 
 def test_all_threads_take_part(make: Make) -> None:

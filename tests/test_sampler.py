@@ -708,3 +708,8 @@ def test_a_greedy_batch_of_64_over_a_vocabulary_of_262144_is_quick() -> None:
     wanted = logits.argmax(-1).tolist()
     assert [r.token for r in results if isinstance(r, Sampled)] == wanted
     assert best < 0.1  # some 5 ms on two free cores
+
+
+def test_a_temperature_that_float32_weights_cannot_tell_is_for_the_sampler() -> None:
+    for temperature, drawn in ((0.0, True), (2.0, True), (1e4, True), (1e5, False)):
+        assert (state(temperature=temperature).draw is not None) == drawn

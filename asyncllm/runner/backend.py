@@ -117,6 +117,8 @@ class Backend:
                 self._fall_back(f"kernels cannot be compiled: {error!r}")
             else:
                 self.tiles = {}
+                if program.threads < self.threads:
+                    self.note(f"the system gave only {program.threads} of {self.threads} threads")
                 if self.library.not_kept is not None:
                     self.note(self.library.not_kept)
                 return CpuRunner(program, pool, vocab_size=vocab_size)

@@ -140,6 +140,11 @@ class CpuProgram:
         self._cut_for: tuple[int, int, int] | None = None
         self._team = Team(library, phases, segments, self._step, threads)
 
+    @property
+    def threads(self) -> int:
+        """How many work on a step."""
+        return 1 + len(self._team.threads)
+
     def close(self) -> None:
         """End the threads and let go of the weights. Idempotent."""
         self._team.close()

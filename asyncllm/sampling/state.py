@@ -18,6 +18,10 @@ from asyncllm.scheduler.step import SamplingSpec
 _FLOAT32_MAX = 3.4028234663852886e38
 
 
+# Above it, weights in float32 no longer tell logits apart.
+HOTTEST_DRAW: Final = 1e4
+
+
 class Draw(NamedTuple):
     """How one token is chosen.
 
@@ -85,6 +89,7 @@ class SamplingState:
             and not self._always_edits
             and outputs >= self.spec.params.min_tokens
             and self.filter.typical_p == math.inf
+            and self.filter.temperature <= HOTTEST_DRAW
         )
 
     @property

@@ -81,7 +81,10 @@ class _Kept:
         checksum, data = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
         if xxhash.xxh3_128_digest(data) != checksum:
             return None  # torn or damaged: compiled and written anew
-        return self._form.rebuild(context, pickle.loads(data))
+        try:
+            return self._form.rebuild(context, pickle.loads(data))
+        except Exception:  # whatever it holds, it is no kernel of this numba
+            return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
         data = dumps(self._form.reduce(result))

@@ -5,8 +5,8 @@ thread takes a unit by adding one to it, if the word is still what it read. Whoe
 phase's last unit publishes the next phase, by which everything it did becomes visible. So nobody
 waits for a thread that is not there: the others do its units. A thread that held one while the
 system gave its core away is waited for, briefly in a loop, then asleep, which leaves the core to
-whom it may be that holds the missing unit. Numbers of phases never come again, so what a thread
-read before it was put aside can make it take nothing.
+whom it may be that holds the missing unit. Numbers of phases come again only after 2**32 of them,
+so what a thread read before it was put aside can make it take nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from asyncllm import telemetry
 from asyncllm.kernels.cpu import vectors as v
 from asyncllm.kernels.cpu.compiled import KernelLibrary
 from asyncllm.kernels.cpu.memory import call_kernel, load_i64, store_i64
@@ -53,6 +54,7 @@ PHASE_BYTES: Final = 16  # first segment, number of segments
 SEGMENT_BYTES: Final = 24  # kernel, its parameters, its rule
 
 _UNITS: Final = (1 << 32) - 1
+_NUMBERS: Final = (1 << 32) - 1
 
 
 @intrinsic
@@ -142,7 +144,7 @@ def _wake(state: int) -> None:
 @numba.njit(nogil=True)
 def _unchanged(state: int, number: int, end: int) -> bool:
     return (
-        _read(state + CLAIM) >> 32 == number
+        (_read(state + CLAIM) >> 32) & _NUMBERS == number
         and _read(state + END) == end
         and _read(state + STOPPED) == 0
     )
@@ -190,17 +192,18 @@ def _run_unit(state: int, phase: int, unit: int, thread: int) -> None:
 def _work(state: int, thread: int, leads: bool) -> None:
     while True:
         claim = _read(state + CLAIM)
-        number = claim >> 32
+        number = (claim >> 32) & _NUMBERS
         end = _read(state + END)
         if number == end:
             if leads or _read(state + STOPPED) != 0:
                 return
             _wait(state, number, end)
             continue
-        index = number - load_i64(state + BASE)
-        if index < 0 or index >= load_i64(state + COUNT):
+        index = (number - load_i64(state + BASE)) & _NUMBERS
+        count, first = load_i64(state + COUNT), load_i64(state + FIRST)
+        if index >= count or _read(state + CLAIM) != claim:
             continue  # a step ended and another began while this thread looked
-        phase = load_i64(state + PHASES) + (load_i64(state + FIRST) + index) * PHASE_BYTES
+        phase = load_i64(state + PHASES) + (first + index) * PHASE_BYTES
         units, unit = _units(state, phase), claim & _UNITS
         if unit >= units > 0:
             _wait(state, number, end)
@@ -216,12 +219,12 @@ def _work(state: int, thread: int, leads: bool) -> None:
 
 
 def _lead(state: int, first: int, count: int, thread: int) -> None:
-    number = _read(state + CLAIM) >> 32
+    number = (_read(state + CLAIM) >> 32) & _NUMBERS
     # Nobody reads these before the end changes, or believes what it read.
     store_i64(state + BASE, number)
     store_i64(state + FIRST, first)
     store_i64(state + COUNT, count)
-    _write(state + END, number + count)
+    _write(state + END, (number + count) & _NUMBERS)
     _wake(state)
     _work(state, thread, True)
 
@@ -276,8 +279,12 @@ class Team:
                 name=f"asyncllm-worker-{number}",
                 daemon=False,
             )
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system gives no more: those that run do the work
+                telemetry.record("worker-not-started", worker=number, error=str(error))
+                break
             self.threads.append(thread)
-            thread.start()
 
     def run(self, first: int, count: int) -> None:
         """Run `count` phases from number `first` on; returns when all are done."""
