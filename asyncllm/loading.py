@@ -134,7 +134,7 @@ def _build(
             longest = options.context_length or config.context_length
             size = options.chunk if options.chunk == "auto" else min(options.chunk, longest)
             chunk = ChunkPolicy(size, options.chunk_budget_ms)
-            backend.suit(config, options.block_tokens)
+            backend = backend.suit(config, options.block_tokens)
             kv_dtype = _kv_dtype(options, backend)
             available = backend.available_bytes(stages.bytes_total)
             groups, context_length = _layer_groups(

@@ -65,15 +65,16 @@ class Backend:
         """Bytes the K/V pool may count on; `None`: the process's own memory decides."""
         return None
 
-    def suit(self, config: ModelConfig, block_tokens: int) -> None:
-        """Fall back to the plain path where a model's shape asks for it."""
+    def suit(self, config: ModelConfig, block_tokens: int) -> Backend:
+        """Itself, or what serves instead where a model's shape asks for it."""
         if self.library is None:
-            return
+            return self
         from asyncllm.runner.cpu_step import refusal
 
         reason = refusal(config, block_tokens)
         if reason is not None:
             self._fall_back(reason)
+        return self
 
     def pack(self, model: CausalLM, on_tiles: Callable[[int], None]) -> None:
         """Bring the weights into the form that the backend computes with."""
@@ -149,6 +150,7 @@ class CudaBackend(Backend):
 
     model: Any = None
     prefill_weights: str = "auto"
+    instead: Callable[[], Backend] | None = None
 
     @property
     def packs(self) -> bool:
@@ -163,13 +165,22 @@ class CudaBackend(Backend):
         free = int(torch.cuda.mem_get_info(self.device)[0])
         return int((1 - DENSE_SHARE) * free) - int(1.05 * weights_bytes) - (1 << 30)
 
-    def suit(self, config: ModelConfig, block_tokens: int) -> None:
-        """Refuse a model whose shape the device path does not have."""
+    def suit(self, config: ModelConfig, block_tokens: int) -> Backend:
+        """Itself; for a shape the device path does not have the CPU, unless a GPU was asked for.
+
+        Raises:
+            OptionsError: it was.
+        """
         from asyncllm.runner.cuda_step import refusal
 
         reason = refusal(config, block_tokens)
-        if reason is not None:
+        if reason is None:
+            return self
+        if self.instead is None:
             raise OptionsError(f'device={self.device!r}: {reason}; device="cpu" runs it')
+        backend = self.instead()
+        backend.note(f"not on the GPU: {reason}")
+        return backend.suit(config, block_tokens)
 
     def pack(self, model: CausalLM, on_tiles: Callable[[int], None]) -> None:
         """Bring the weights to the device."""
@@ -214,14 +225,20 @@ class CudaBackend(Backend):
         return CudaRunner(program, pool, vocab_size=vocab_size, slots=slots)
 
 
-def _cuda_backend(options: EngineOptions) -> CudaBackend | None:
-    """The GPU's backend, where it is wanted and there."""
+def _cuda_backend(options: EngineOptions, instead: Callable[[], Backend]) -> CudaBackend | None:
+    """The GPU's backend, where it is wanted and there; `instead` is for what only then shows."""
     if options.device == "cpu":
         return None
     import torch
 
     reason = None
-    if not torch.cuda.is_available():
+    if options.prefill_weights == "int8":
+        reason = 'prefill_weights="int8" is not there yet; use "auto" or "packed"'
+    elif options.widen_weights:
+        reason = "widen_weights=True asks for the plain path, on a CPU"
+    elif options.deterministic:
+        reason = 'deterministic=True is not there yet; device="cpu" always is'
+    elif not torch.cuda.is_available():
         reason = "torch finds no CUDA device"
     elif find_spec("triton") is None:
         reason = "triton is not installed"
@@ -229,10 +246,6 @@ def _cuda_backend(options: EngineOptions) -> CudaBackend | None:
         if options.device == "auto":
             return None
         raise OptionsError(f"device={options.device!r}: {reason}")
-    if options.prefill_weights == "int8":
-        raise OptionsError('prefill_weights="int8": not there yet; use "auto" or "packed"')
-    if options.deterministic:
-        raise OptionsError('deterministic=True: not there yet on a GPU; device="cpu" always is')
     device = "cuda:0" if options.device in ("auto", "cuda") else options.device
     if int(device.partition(":")[2]) >= torch.cuda.device_count():
         raise OptionsError(f"device={device!r}: there are {torch.cuda.device_count()}")
@@ -245,6 +258,7 @@ def _cuda_backend(options: EngineOptions) -> CudaBackend | None:
         device=device,
         notes=[_device_name(device)],
         prefill_weights=options.prefill_weights,
+        instead=instead if options.device == "auto" else None,
     )
 
 
@@ -263,9 +277,12 @@ def choose_backend(
         options: of the engine.
         on_compiled: told of each kernel that had to be compiled, and how many that makes.
     """
-    on_gpu = _cuda_backend(options)
-    if on_gpu is not None:
-        return on_gpu
+    return _cuda_backend(options, lambda: _cpu_backend(options, on_compiled)) or _cpu_backend(
+        options, on_compiled
+    )
+
+
+def _cpu_backend(options: EngineOptions, on_compiled: Callable[[str, int], None]) -> Backend:
     reason = None
     if options.widen_weights:
         reason = "widen_weights=True asks for the plain path"
