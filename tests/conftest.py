@@ -12,8 +12,7 @@ from blockbuster import blockbuster_ctx
 
 from scripts import models
 
-# Triton looks at it when it is first imported, by whichever test that is. torch is not asked: tests
-# that time callbacks want a process without its many objects.
+# Triton looks at it when it is first imported, by whichever test that is.
 os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidia0").exists() else "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
