@@ -127,7 +127,7 @@ class EngineThread:
         self._closing = False
         self._received = self._finished = self._cancelled = self._failed = 0
         self._parts: Parts | None = None
-        self.stats = EngineStats()
+        self._published: dict[str, Any] = {}
         # Not a daemon: a daemon inside torch while the interpreter ends aborts the process.
         self._thread = threading.Thread(target=self._run, name="asyncllm-engine", daemon=False)
 
@@ -146,6 +146,11 @@ class EngineThread:
         """End the thread, at the latest when the step in flight ends. Idempotent."""
         self._closing = True
         self._commands.put(None)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What was published last, one dict a step: the object is made by who reads it."""
+        return EngineStats(**self._published)
 
     def is_alive(self) -> bool:
         """Whether the thread still runs."""
@@ -195,13 +200,13 @@ class EngineThread:
                 self._end(submission, EngineClosedError("the engine was closed"))
         del self._scheduler, self._runner
         parts.close()
-        self.stats = EngineStats(
-            received=self._received,
-            steps=self.stats.steps,
-            finished=self._finished,
-            cancelled=self._cancelled,
-            failed=self._failed,
-        )
+        self._published = {
+            "received": self._received,
+            "steps": self.stats.steps,
+            "finished": self._finished,
+            "cancelled": self._cancelled,
+            "failed": self._failed,
+        }
         self._post()
 
     def _loop(self) -> None:
@@ -410,28 +415,29 @@ class EngineThread:
 
     def _publish(self) -> None:
         scheduler, cache = self._scheduler, self._scheduler.cache
-        self.stats = EngineStats(
-            received=self._received,
-            waiting=scheduler.waiting,
-            running=scheduler.running,
-            prefilling=scheduler.prefilling,
-            decoding=scheduler.decoding,
-            admitted=scheduler.admitted,
-            preempted=scheduler.preempted,
-            resumed=scheduler.resumed,
-            finished=self._finished,
-            cancelled=self._cancelled,
-            failed=self._failed,
-            steps=scheduler.steps,
-            kv_blocks_total=cache.blocks_total,
-            kv_blocks_used=cache.blocks_used,
-            kv_blocks_cached=cache.blocks_cached,
-            kv_blocks_free=cache.blocks_free,
-            kv_pool_bytes=self._loaded.pool_bytes(),
-            kv_pool_growths=cache.growths,
-            prefix_hit_tokens=cache.prefix_hit_tokens,
-            decode_mode=scheduler.decode_mode,
-            decode_mode_reason=scheduler.decode_mode_reason,
-            launch_failures=scheduler.launch_failures,
-            weights_bytes=self._loaded.face.info.weights_bytes,
-        )
+        total, used, cached, free, growths = cache.counts()
+        self._published = {
+            "received": self._received,
+            "waiting": scheduler.waiting,
+            "running": scheduler.running,
+            "prefilling": scheduler.prefilling,
+            "decoding": scheduler.decoding,
+            "admitted": scheduler.admitted,
+            "preempted": scheduler.preempted,
+            "resumed": scheduler.resumed,
+            "finished": self._finished,
+            "cancelled": self._cancelled,
+            "failed": self._failed,
+            "steps": scheduler.steps,
+            "kv_blocks_total": total,
+            "kv_blocks_used": used,
+            "kv_blocks_cached": cached,
+            "kv_blocks_free": free,
+            "kv_pool_bytes": self._loaded.pool_bytes(),
+            "kv_pool_growths": growths,
+            "prefix_hit_tokens": cache.prefix_hit_tokens,
+            "decode_mode": scheduler.decode_mode,
+            "decode_mode_reason": scheduler.decode_mode_reason,
+            "launch_failures": scheduler.launch_failures,
+            "weights_bytes": self._loaded.face.info.weights_bytes,
+        }

@@ -761,7 +761,7 @@ class TestOneStepAhead:
             engine.collect()
             engine._ticket = ticket
         assert plans.count(NoPlan.COLLECT_FIRST) == 1
-        assert engine.cache.growths == 2
+        assert engine.cache.counts()[-1] == 2
 
         engine = Engine(ahead=True)
         engine.request(prompt(5), 5, n=2)

@@ -68,6 +68,10 @@ class BlockPool:
         """Blocks with a holder, each counted once."""
         return self.total - len(self._free) - len(self._cached)
 
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """Blocks in all, used, cached and free, and growths."""
+        return self.total, self.used, len(self._cached), len(self._free), self.growths
+
     @property
     def growable(self) -> int:
         """Blocks it may still grow by; none after a refusal, until `retry_growth`."""

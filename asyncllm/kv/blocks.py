@@ -135,9 +135,9 @@ class KvCache:
     def blocks_free(self) -> int:
         return sum(pool.free for pool in self.pools)
 
-    @property
-    def growths(self) -> int:
-        return sum(pool.growths for pool in self.pools)
+    def counts(self) -> tuple[int, ...]:
+        """Blocks in all, used, cached and free, and growths, summed over the groups."""
+        return tuple(map(sum, zip(*(pool.counts() for pool in self.pools), strict=True)))
 
     @property
     def version(self) -> int:

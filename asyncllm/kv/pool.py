@@ -48,6 +48,7 @@ class KvPool:
         keys: for each layer its K.
         values: for each layer its V.
         granted: for each group the blocks that may be used.
+        pool_bytes: bytes of the blocks granted so far.
         growths: how often blocks were granted.
     """
 
@@ -65,7 +66,7 @@ class KvPool:
         self.groups = tuple(groups)
         self.block_tokens = block_tokens
         self.granted = [0] * len(self.groups)
-        self.growths = 0
+        self.growths = self.pool_bytes = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         for group in self.groups:
@@ -73,14 +74,6 @@ class KvPool:
             for layer in group.layers:
                 self.keys[layer] = _allocated(shape, dtype, device)
                 self.values[layer] = _allocated(shape, dtype, device)
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of the blocks granted so far."""
-        return sum(
-            blocks * group.block_bytes
-            for blocks, group in zip(self.granted, self.groups, strict=True)
-        )
 
     def null_block(self, group: int) -> int:
         """Number of the group's block for padding rows."""
@@ -94,6 +87,7 @@ class KvPool:
             free = max(0, available_bytes() - RESERVE_BYTES)
             granted = min(granted, free // self.groups[group].block_bytes)
         self.granted[group] += granted
+        self.pool_bytes += granted * self.groups[group].block_bytes
         self.growths += granted > 0
         return granted
 
