@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncllm.kernels.cuda import attention, rows
 from asyncllm.kernels.cuda.choice import ChoiceScratch, Draws, greedy, sample
 from asyncllm.kernels.cuda.products import MOST_ROWS, few_rows
-from asyncllm.kernels.cuda.tokens import first_tokens, remember
+from asyncllm.kernels.cuda.tokens import first_tokens, receive, remember
 from asyncllm.kernels.cuda.unpacking import embedding_rows, unpack_to
 from asyncllm.kernels.cuda.weights import DeviceWeight, Staging, joined, upload
 from asyncllm.model.rope import cos_sin
@@ -36,6 +36,9 @@ QUERY: Final = torch.float16  # of queries, keys and values
 # Fields of a batch that go to the device with one copy, 32-bit words of max_batch rows each.
 SLOT, POSITION, FRESH, TOP_K, TEMPERATURE, TOP_P, MIN_P, OUTPUT, INDEX, SEED = range(10)
 FIELDS: Final = 11  # a seed has two
+
+# Steps that the host may have written before the device has read the first of them.
+RING: Final = 4
 
 
 def refusal(config: ModelConfig, block_tokens: int) -> str | None:
@@ -200,6 +203,12 @@ class CudaProgram:
         max_batch: sequences that decode together at most.
         slots: sequences that are known at once.
         pdl: programmatic dependent launch.
+
+    Attributes:
+        ring: int32 [RING, FIELDS * max_batch] in pinned memory; `decode` takes the entry
+            `turn % RING` of it.
+        results: int32 [RING, max_batch] in pinned memory; there it leaves the tokens.
+        turn: how often `decode` ran; who replays a capture of it counts that here.
     """
 
     def __init__(
@@ -252,6 +261,11 @@ class CudaProgram:
         self.tokens = zeros(count, dtype=torch.int32)
         self.next_tokens = zeros(max_batch, dtype=torch.int32)
         self.fields = zeros(FIELDS * max_batch, dtype=torch.int32)
+        pin = device.type == "cuda"
+        self.ring = torch.zeros(RING, FIELDS * max_batch, dtype=torch.int32, pin_memory=pin)
+        self.results = torch.zeros(RING, max_batch, dtype=torch.int32, pin_memory=pin)
+        self.turn = 0
+        self._turn = zeros(1, dtype=torch.int32)
         largest = max(weight.rows * weight.columns for weight in weights.every)
         unpacked = self.max_rows > MOST_ROWS and not weights.dense
         self._dense = zeros(largest if unpacked else 0, dtype=HALF)
@@ -274,7 +288,9 @@ class CudaProgram:
     # What steps are made of.
 
     def decode(self, count: int, *, sampled: bool, searches: tuple[bool, bool]) -> None:
-        """One token of each of `count` sequences, as `fields` says; choices go to `next_tokens`."""
+        """One token of each of `count` sequences, by an entry of `ring`, chosen into `results`."""
+        self.turn += 1
+        receive(self.ring, self._turn, self.fields)
         slots, positions = self.field(SLOT, count), self.field(POSITION, count)
         self._embed(self.field(FRESH, count), slots, count)
         scratch = self._decode_scratch.get(count)
@@ -303,7 +319,17 @@ class CudaProgram:
 
         self._layers(count, slots, positions, attend)
         self._head(self._x[self._now][:count])
-        self.choose(count, sampled=sampled, searches=searches)
+        self._choose(count, sampled=sampled, searches=searches)
+        remember(
+            *(self.next_tokens[:count], slots, self.last),
+            results=self.results,
+            turn=self._turn,
+            pdl=self.pdl,
+        )
+
+    def again(self) -> None:
+        """The next `decode` is to find what the one before found."""
+        self.ring[self.turn % RING] = self.ring[(self.turn - 1) % RING]
 
     def chunks(
         self, slots: Tensor, positions: Tensor, fresh: Tensor, spans: Tensor, longest: int
@@ -344,6 +370,10 @@ class CudaProgram:
 
     def choose(self, count: int, *, sampled: bool, searches: tuple[bool, bool]) -> None:
         """A token for each of the first `count` rows of `logits`, by `fields`."""
+        self._choose(count, sampled=sampled, searches=searches)
+        remember(self.next_tokens[:count], self.field(SLOT, count), self.last)
+
+    def _choose(self, count: int, *, sampled: bool, searches: tuple[bool, bool]) -> None:
         scratch = self._choice_scratch.get(count)
         if scratch is None:
             scratch = ChoiceScratch.of(count, self.vocab_size, self.device)
@@ -364,7 +394,6 @@ class CudaProgram:
             sample(logits, draws, tokens, scratch, cap=cap, searches=searches, pdl=self.pdl)
         else:
             greedy(logits, tokens, scratch, cap=cap, pdl=self.pdl)
-        remember(tokens, self.field(SLOT, count), self.last)
 
     # How.
 
@@ -373,7 +402,8 @@ class CudaProgram:
         first_tokens(fresh, slots, self.last, tokens)
         self._now = 0
         scale = self.config.embedding_scale
-        embedding_rows(self._weights.embedding, tokens, scale, self._x[0][:count])
+        out = self._x[0][:count]
+        embedding_rows(self._weights.embedding, tokens, scale, out, pdl=self.pdl)
 
     def _layers(
         self, count: int, slots: Tensor, positions: Tensor, attend: Callable[..., None]

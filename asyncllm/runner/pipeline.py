@@ -1,9 +1,9 @@
 """`CudaRunner`: steps on a device, queued one ahead of what the host has read.
 
-Everything of a step is put onto one stream: what the host knows (one copy of a few words a row),
-the kernels, and a copy of the chosen tokens into pinned memory with an event behind it. `collect`
-waits for that event only. A decoding batch replays a captured graph; the input of a row whose token
-the host has not seen yet stays on the device.
+Everything of a step is put onto one stream, with an event behind it that is all `collect` waits
+for. A decoding batch replays a captured graph, which reads the few words a row that the host knows
+from pinned memory and leaves the chosen tokens there; the input of a row whose token the host has
+not seen yet stays on the device.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from asyncllm.runner.cuda_step import (
     MIN_P,
     OUTPUT,
     POSITION,
+    RING,
     SEED,
     SLOT,
     TEMPERATURE,
@@ -77,7 +78,6 @@ class _Buffers:
         self.tokens = host(program.max_batch)
         self.event = torch.cuda.Event() if on_device else None
         self.words = self.fields.numpy()
-        self.floats = self.words.view("float32")
 
 
 @dataclass(slots=True)
@@ -86,8 +86,9 @@ class _Ticket:
 
     Attributes:
         rows: of the plan.
-        wanting: indices of rows whose tokens are chosen, in the order of `buffers.tokens`.
-        buffers: where the tokens arrive.
+        wanting: indices of rows whose tokens are chosen, in the order of `tokens`.
+        buffers: what goes to the device.
+        tokens: where they arrive.
         started: when it was submitted.
         host: rows that the host chooses for, with their logits on the way to it.
         scores: log-probabilities of prompts, by row.
@@ -97,6 +98,7 @@ class _Ticket:
     rows: Sequence[Row]
     wanting: list[int]
     buffers: _Buffers
+    tokens: Tensor
     started: float
     host: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
@@ -146,7 +148,7 @@ class CudaRunner:
             for copy in plan.copies:
                 self._pool.copy(copy.group, copy.source, copy.target)
             buffers = self._next_buffers()
-            ticket = _Ticket(plan.rows, [], buffers, started)
+            ticket = _Ticket(plan.rows, [], buffers, buffers.tokens, started)
             if plan.rows:
                 self._run(ticket)
         self._outstanding.append(ticket)
@@ -211,19 +213,19 @@ class CudaRunner:
             ticket.buffers.event.record(self._stream)
 
     def _decode(self, ticket: _Ticket, slots: Sequence[int]) -> None:
-        rows, buffers, program = ticket.rows, ticket.buffers, self.program
+        rows, program = ticket.rows, self.program
         count = len(rows)
         batch = next(size for size in (*BATCHES, program.max_batch) if size >= count)
         batch = min(batch, program.max_batch)
-        sampled, searches = self._write_fields(ticket, rows, slots, batch)
-        program.fields.copy_(buffers.fields, non_blocking=True)
-        key = (batch, sampled, searches)
-        graph = self._graph(key)
+        words = program.ring[program.turn % RING].numpy()
+        sampled, searches = self._write_fields(words, rows, slots, batch)
+        graph = self._graph((batch, sampled, searches))
+        ticket.tokens = program.results[program.turn % RING]
         if graph is None:
             program.decode(batch, sampled=sampled, searches=searches)
         else:
             graph.replay()
-        buffers.tokens[:count].copy_(program.next_tokens[:count], non_blocking=True)
+            program.turn += 1
 
     def _graph(self, key: tuple[int, bool, tuple[bool, bool]]) -> Any:
         """The captured step for a batch size; `None` where nothing can be captured."""
@@ -233,15 +235,17 @@ class CudaRunner:
         if graph is None:
             batch, sampled, searches = key
             started = perf_counter()
-            # Once as it is, which compiles what is new; its results are overwritten by the replay.
-            # Chained rows read what sequences chose last, so that has to be put back.
+            # Once as it is, which compiles what is new; the replay does it all again. Chained rows
+            # read what sequences chose last, so that has to be put back.
             last = self.program.last.clone()
             self.program.decode(batch, sampled=sampled, searches=searches)
             self.program.last.copy_(last)
             torch.cuda.current_stream().synchronize()
+            self.program.again()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self.program.decode(batch, sampled=sampled, searches=searches)
+            self.program.turn -= 1  # it was not run
             self._graphs[key] = graph
             telemetry.record(
                 "graph-captured", batch=batch, sampled=sampled, seconds=perf_counter() - started
@@ -277,7 +281,7 @@ class CudaRunner:
         buffers.chosen[: len(wanting)] = torch.tensor([last[index] for index in wanting])
         program.head(buffers.chosen[: len(wanting)].to(program.device, non_blocking=True))
         own_slots = [slots[index] for index in wanting]
-        sampled, searches = self._write_fields(ticket, chosen, own_slots, len(wanting))
+        sampled, searches = self._write_fields(buffers.words, chosen, own_slots, len(wanting))
         program.fields.copy_(buffers.fields, non_blocking=True)
         for place, index in enumerate(wanting):
             if not self._on_device_choice(rows[index]):
@@ -309,7 +313,7 @@ class CudaRunner:
             return ticket.results
         if ticket.rows and ticket.buffers.event is not None:
             ticket.buffers.event.synchronize()
-        tokens = ticket.buffers.tokens[: len(ticket.wanting)].tolist() if ticket.wanting else []
+        tokens = ticket.tokens[: len(ticket.wanting)].tolist() if ticket.wanting else []
         results: dict[int, Sampled | Exception] = {}
         for index, token in zip(ticket.wanting, tokens, strict=True):
             state = self._state(ticket.rows[index])
@@ -358,10 +362,10 @@ class CudaRunner:
         return -1
 
     def _write_fields(
-        self, ticket: _Ticket, rows: Sequence[Row], slots: Sequence[int], batch: int
+        self, words: Any, rows: Sequence[Row], slots: Sequence[int], batch: int
     ) -> tuple[bool, tuple[bool, bool]]:
         """Write the batch; whether any row is sampled, and which searches that takes."""
-        words, floats, size = ticket.buffers.words, ticket.buffers.floats, self.program.max_batch
+        floats, size = words.view("float32"), self.program.max_batch
         sampled = by_k = by_p = False
         for place, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             params = self._state(row).filter

@@ -2,8 +2,12 @@
 
 Both go over tiles of keys with a running maximum and sum (FlashAttention, arXiv 2205.14135). Heads
 that share K and V are lines of one tile. A decoding row's tiles are shared out over `splits`
-programs according to its own length, and whichever of them ends last puts their results together;
-how the tiles are cut depends on the position alone, so a row's result does not depend on its batch.
+programs according to its own length, and a second kernel puts their results together; how the
+tiles are cut depends on the position and the number of splits alone.
+
+Slots, positions, block tables and the K and V of earlier steps were there before the step began:
+under programmatic dependent launch decoding rows read them without waiting for the kernel before,
+and not from a cache of the processor's own, which may be older than the step.
 
 Nothing here allocates or synchronises.
 """
@@ -45,37 +49,27 @@ def _product(a, b, acc, EMU: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    acc, peak, total, q, query, kv_head, base, low, high, table, ring, keys, values,
-    KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, RINGS: tl.constexpr, MASKED: tl.constexpr,
-    EMU: tl.constexpr,
+def _places(
+    key, here, kv_head, table, ring,
+    KH: tl.constexpr, HD: tl.constexpr, BT: tl.constexpr, RINGS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys from `base` on to what was seen so far; see `_tiles`."""
-    i = tl.arange(0, P)
-    inside = i < HD
-    key = base + tl.arange(0, BK)
+    """Where in the pool the head of each key begins, int64; `here` says which keys exist."""
     number = key // BT
     if RINGS:
         number = number % ring
     if MASKED:
-        here = (key >= low) & (key < high)
-        block = tl.load(table + number, mask=here, other=0)
+        block = tl.load(table + number, mask=here, other=0, cache_modifier=".cg")
     else:
-        block = tl.load(table + number)
-    place = ((block.to(tl.int64) * BT + key % BT) * KH + kv_head) * HD
-    at = place[:, None] + i[None, :]
-    # What is not loaded is 0: another sequence's leftovers may be NaN.
-    if MASKED:
-        wanted = here[:, None] & inside[None, :]
-        k = tl.load(keys + at, mask=wanted, other=0.0).to(q.dtype)
-        v = tl.load(values + at, mask=wanted, other=0.0).to(q.dtype)
-    elif HD == P:
-        k = tl.load(keys + at).to(q.dtype)
-        v = tl.load(values + at).to(q.dtype)
-    else:
-        k = tl.load(keys + at, mask=inside[None, :], other=0.0).to(q.dtype)
-        v = tl.load(values + at, mask=inside[None, :], other=0.0).to(q.dtype)
+        block = tl.load(table + number, cache_modifier=".cg")
+    return ((block.to(tl.int64) * BT + key % BT) * KH + kv_head) * HD
+
+
+@triton.jit
+def _absorb(
+    acc, peak, total, q, query, k, v, key, here,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, EMU: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of keys to what was seen so far."""
     scores = _product(q, tl.trans(k), None, EMU)
     if CAP > 0:
         scores = softcapped(scores, CAP)
@@ -91,6 +85,34 @@ def _tile(
     total = total * shrunk + tl.sum(weights, 1)
     acc = _product(weights.to(q.dtype), v, acc * shrunk[:, None], EMU)
     return acc, higher, total
+
+
+@triton.jit
+def _tile(
+    acc, peak, total, q, query, kv_head, base, low, high, table, ring, keys, values,
+    KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, RINGS: tl.constexpr, MASKED: tl.constexpr,
+    EMU: tl.constexpr,
+):  # fmt: skip
+    """Add the keys from `base` on to what was seen so far; see `_tiles`."""
+    i = tl.arange(0, P)
+    inside = i < HD
+    key = base + tl.arange(0, BK)
+    here = (key >= low) & (key < high)
+    place = _places(key, here, kv_head, table, ring, KH, HD, BT, RINGS, MASKED)
+    at = place[:, None] + i[None, :]
+    # What is not loaded is 0: another sequence's leftovers may be NaN.
+    if MASKED:
+        wanted = here[:, None] & inside[None, :]
+        k = tl.load(keys + at, mask=wanted, other=0.0).to(q.dtype)
+        v = tl.load(values + at, mask=wanted, other=0.0).to(q.dtype)
+    elif HD == P:
+        k = tl.load(keys + at).to(q.dtype)
+        v = tl.load(values + at).to(q.dtype)
+    else:
+        k = tl.load(keys + at, mask=inside[None, :], other=0.0).to(q.dtype)
+        v = tl.load(values + at, mask=inside[None, :], other=0.0).to(q.dtype)
+    return _absorb(acc, peak, total, q, query, k, v, key, here, WINDOW, CAP, MASKED, EMU)
 
 
 @triton.jit
@@ -123,95 +145,137 @@ def _tiles(
 
 
 @triton.jit
+def _shares(position, used, SPLITS: tl.constexpr, BK: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key a row sees, its first tile, tiles of a split, and splits that have any."""
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(position - (WINDOW - 1), 0)
+    first = low // BK
+    tiles = tl.where(used, position // BK + 1 - first, 0)
+    each = tl.maximum((tiles + SPLITS - 1) // SPLITS, 1)
+    return low, first, each, (tiles + each - 1) // each
+
+
+@triton.jit
 def _decode(
-    q, keys, values, tables, rings, slots, positions, partial, peaks, counters,
+    q, keys, values, tables, rings, slots, positions, partial, peaks,
     xq, xd, xs, half, out, table_stride,
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, LINES: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, SP: tl.constexpr, SC: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, PDL: tl.constexpr, EMU: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
+    EMU: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    if PDL:
-        gdc_wait()
-    slot = tl.load(slots + row)
+    slot = tl.load(slots + row, cache_modifier=".cg")
     used = slot >= 0
-    position = tl.where(used, tl.load(positions + row), -1)
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(position - (WINDOW - 1), 0)
-    first = low // BK
-    tiles = position // BK + 1 - first
-    tiles = tl.where(used, tiles, 0)
-    per = tl.maximum((tiles + SPLITS - 1) // SPLITS, 1)
-    active = (tiles + per - 1) // per
+    position = tl.where(used, tl.load(positions + row, cache_modifier=".cg"), -1)
+    low, first, each, active = _shares(position, used, SPLITS, BK, WINDOW)
     i = tl.arange(0, P)
+    inside = i < HD
     ring = 1
     if rings is not None:
-        ring = tl.load(rings + slot, mask=used, other=0)
+        ring = tl.load(rings + slot, mask=used, other=0, cache_modifier=".cg")
         ring = tl.where(ring > 0, ring, 1 << 30)
-    # A place for each split of each line: [row, kv head, split, GP].
-    base = (row * KH + kv_head) * SPLITS
-    last = (active == 0) & (split == 0)  # a padding row: zeros
+    table = tables + tl.maximum(slot, 0).to(tl.int64) * table_stride
+    start = (first + split * each) * BK
+    end = tl.minimum(start + each * BK, position + 1)
+    key = start + tl.arange(0, BK)
+    here = (key >= low) & (key < end)
+    place = _places(key, here, kv_head, table, ring, KH, HD, BT, rings is not None, True)
+    at = place[:, None] + i[None, :]
+    # All keys but the row's own.
+    old = (here & (key < position))[:, None] & inside[None, :]
+    k = tl.load(keys + at, mask=old, other=0.0, cache_modifier=".cg")
+    v = tl.load(values + at, mask=old, other=0.0, cache_modifier=".cg")
+    if PDL:
+        gdc_wait()
     if split < active:
+        own = (here & (key == position))[:, None] & inside[None, :]
+        k = tl.where(own, tl.load(keys + at, mask=own, other=0.0), k)
+        v = tl.where(own, tl.load(values + at, mask=own, other=0.0), v)
         line = tl.arange(0, LINES)
-        at = (row * H + kv_head * G + line)[:, None] * HD + i[None, :]
-        query = tl.load(q + at, mask=(line < G)[:, None] & (i < HD)[None, :], other=0.0)
+        own_q = (row * H + kv_head * G + line)[:, None] * HD + i[None, :]
+        lines = tl.load(q + own_q, mask=(line < G)[:, None] & inside[None, :], other=0.0)
         acc = tl.zeros([LINES, P], tl.float32)
         peak = tl.full([LINES], _LOWEST, tl.float32)
         total = tl.zeros([LINES], tl.float32)
-        start = (first + split * per) * BK
-        end = tl.minimum(start + per * BK, position + 1)
+        query = tl.full([LINES], 0, tl.int32) + position
+        acc, peak, total = _absorb(
+            acc, peak, total, lines, query, k.to(lines.dtype), v.to(lines.dtype), key, here,
+            WINDOW, CAP, True, EMU,
+        )  # fmt: skip
         acc, peak, total = _tiles(
-            acc, peak, total, query, tl.full([LINES], 0, tl.int32) + position, kv_head,
-            start, end, low, position + 1, tables + slot.to(tl.int64) * table_stride, ring,
-            keys, values, KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True, EMU,
+            acc, peak, total, lines, query, kv_head, start + BK, end, low, position + 1,
+            table, ring, keys, values,
+            KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True, EMU,
         )  # fmt: skip
-        spot = (base + split) * GP + line
-        tl.store(partial + spot[:, None] * P + i[None, :], acc, mask=(line < G)[:, None])
-        tl.store(peaks + spot * 2, peak, mask=line < G)
-        tl.store(peaks + spot * 2 + 1, total, mask=line < G)
-        tl.debug_barrier()
-        last = active == 1
-        if active > 1:
-            before = tl.atomic_add(counters + row * KH + kv_head, 1, sem="acq_rel")
-            last = before == active - 1
-    if last:
-        group = tl.arange(0, GP)
-        every = tl.arange(0, SP)
-        # Other programs wrote these: not from this one's cache.
-        places = (base + every)[:, None] * GP + group[None, :]
-        mine = (every < active)[:, None] & (group < G)[None, :]
-        tops = tl.load(peaks + places * 2, mask=mine, other=_LOWEST, cache_modifier=".cg")
-        sums = tl.load(peaks + places * 2 + 1, mask=mine, other=0.0, cache_modifier=".cg")
-        top = tl.max(tops, 0)
-        divisor = tl.sum(tl.exp2(tops - top[None, :]) * sums, 0)
-        result = tl.zeros([GP, P], tl.float32)
-        begin = active * 0
-        while begin < active:
-            some = begin + tl.arange(0, SC)
-            place = (base + some)[:, None] * GP + group[None, :]
-            there = (some < active)[:, None] & (group < G)[None, :]
-            peak_there = tl.load(peaks + place * 2, mask=there, other=_LOWEST, cache_modifier=".cg")
-            share = tl.where(there, tl.exp2(peak_there - top[None, :]), 0.0)
-            at_there = place[:, :, None] * P + i[None, None, :]
-            part = tl.load(
-                partial + at_there, mask=there[:, :, None], other=0.0, cache_modifier=".cg"
-            )
-            result += tl.sum(part * share[:, :, None], 0)
-            begin += SC
-        # 0 only where a line is none, or of a padding row.
-        result = result / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
+        if SPLITS == 1:
+            acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            _put_heads(
+                acc, row + tl.zeros([LINES], tl.int64), kv_head * G + line, line < G,
+                xq, xd, xs, half, out, H, HD, P, LINES,
+            )  # fmt: skip
+        else:
+            # A place for each split of each line: [row, kv head, split, GP].
+            spot = ((row * KH + kv_head) * SPLITS + split) * GP + line
+            tl.store(partial + spot[:, None] * P + i[None, :], acc, mask=(line < G)[:, None])
+            tl.store(peaks + spot * 2, peak, mask=line < G)
+            tl.store(peaks + spot * 2 + 1, total, mask=line < G)
+    elif SPLITS == 1:
+        # A padding row: zeros.
+        none = tl.arange(0, LINES)
         _put_heads(
-            result, row + tl.zeros([GP], tl.int64), kv_head * G + group, group < G,
-            xq, xd, xs, half, out, H, HD, P, GP,
+            tl.zeros([LINES, P], tl.float32), row + tl.zeros([LINES], tl.int64),
+            kv_head * G + none, none < G, xq, xd, xs, half, out, H, HD, P, LINES,
         )  # fmt: skip
-        if active > 1:
-            tl.store(counters + row * KH + kv_head, 0)
+
+
+@triton.jit
+def _combine(
+    slots, positions, partial, peaks, xq, xd, xs, half, out,
+    H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    GP: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, SC: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What the splits of one head of a row have seen, together."""
+    if PDL:
+        gdc_launch_dependents()
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row, cache_modifier=".cg")
+    used = slot >= 0
+    position = tl.where(used, tl.load(positions + row, cache_modifier=".cg"), -1)
+    active = _shares(position, used, SPLITS, BK, WINDOW)[3]
+    base = (row * KH + head // G) * SPLITS * GP + head % G
+    i = tl.arange(0, P)
+    every = tl.arange(0, SP)
+    if PDL:
+        gdc_wait()
+    mine = every < active
+    tops = tl.load(peaks + (base + every * GP) * 2, mask=mine, other=_LOWEST)
+    sums = tl.load(peaks + (base + every * GP) * 2 + 1, mask=mine, other=0.0)
+    top = tl.max(tops, 0)
+    divisor = tl.sum(tl.exp2(tops - top) * sums, 0)
+    result = tl.zeros([P], tl.float32)
+    for begin in tl.static_range(0, SP, SC):
+        some = begin + tl.arange(0, SC)
+        spot = base + some * GP
+        there = some < active
+        peak = tl.load(peaks + spot * 2, mask=there, other=_LOWEST)
+        share = tl.where(there, tl.exp2(peak - top), 0.0)
+        part = tl.load(partial + spot[:, None] * P + i[None, :], mask=there[:, None], other=0.0)
+        result += tl.sum(part * share[:, None], 0)
+    # 0 only where the row is none.
+    result = result / tl.where(divisor == 0.0, 1.0, divisor)
+    nothing = tl.zeros([1], tl.int64)
+    _put_heads(
+        result[None, :], row + nothing, head + tl.zeros([1], tl.int32), nothing == 0,
+        xq, xd, xs, half, out, H, HD, P, 1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -246,13 +310,11 @@ class DecodeScratch:
         splits: into how many programs a row's keys are shared out at most.
         partial: float32, flat: weighted sums of values.
         peaks: float32, flat: each line's largest score, and the sum of its weights.
-        counters: int32 [rows * kv_heads], 0 between launches.
     """
 
     splits: int
     partial: Tensor
     peaks: Tensor
-    counters: Tensor
 
     @classmethod
     def of(
@@ -272,13 +334,19 @@ class DecodeScratch:
             splits,
             torch.zeros(lines * triton.next_power_of_2(head_dim), device=device),
             torch.zeros(lines * 2, device=device),
-            torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
         )
 
 
-def decode_splits(rows: int, kv_heads: int, max_context: int, processors: int = 132) -> int:
-    """Into how many programs to share out a row's keys to keep the device busy, a power of two."""
-    wanted = max(1, processors // (rows * kv_heads))
+def decode_splits(rows: int, kv_heads: int, max_context: int, programs: int = 528) -> int:
+    """Into how many programs to share out a row's keys to keep the device busy, a power of two.
+
+    Args:
+        rows: of the batch.
+        kv_heads: of the model.
+        max_context: tokens a sequence may have.
+        programs: that a device is to have at once.
+    """
+    wanted = max(1, programs // (rows * kv_heads))
     longest = max(1, max_context // 64)
     return 1 << (min(wanted, longest, 64).bit_length() - 1)
 
@@ -328,18 +396,24 @@ def decode(
     kv_heads = keys.shape[2]
     group = heads // kv_heads
     padded, grouped = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
-    splits = scratch.splits
-    xq, xd, xs = _planes(quantised, head_dim)
+    splits, size = scratch.splits, tile or (64 if padded <= 128 else 32)
+    forms = (*_planes(quantised, head_dim), half, out)
+    shape = {
+        "H": heads, "KH": kv_heads, "HD": head_dim, "P": padded, "G": group, "GP": grouped,
+        "BK": size, "SPLITS": splits, "WINDOW": window or 0, "PDL": pdl, **launch_options(pdl),
+    }  # fmt: skip
     _decode[(splits, kv_heads, rows)](
-        q, keys, values, tables, rings, slots, positions,
-        scratch.partial, scratch.peaks, scratch.counters, xq, xd, xs, half, out, tables.stride(0),
-        H=heads, KH=kv_heads, HD=head_dim, P=padded, G=group, GP=grouped,
-        LINES=max(16, grouped), BT=keys.shape[1], BK=tile or (64 if padded <= 128 else 32),
-        SPLITS=splits, SP=triton.next_power_of_2(splits),
-        SC=max(1, min(triton.next_power_of_2(splits), 4096 // (grouped * padded))),
-        WINDOW=window or 0, CAP=float(cap), PDL=pdl, EMU=emulated(),
-        num_warps=warps, num_stages=stages, **launch_options(pdl),
+        q, keys, values, tables, rings, slots, positions, scratch.partial, scratch.peaks,
+        *forms, tables.stride(0),
+        LINES=max(16, grouped), BT=keys.shape[1], CAP=float(cap), EMU=emulated(),
+        num_warps=warps, num_stages=stages, **shape,
     )  # fmt: skip
+    if splits > 1:
+        together = triton.next_power_of_2(splits)
+        _combine[(heads, rows)](
+            slots, positions, scratch.partial, scratch.peaks, *forms,
+            SP=together, SC=min(together, 4096 // padded), num_warps=4, **shape,
+        )  # fmt: skip
 
 
 @triton.jit

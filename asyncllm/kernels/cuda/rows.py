@@ -295,11 +295,28 @@ def _heads(
         leads = i < HALF
     is_q = first < H
     is_k = (first >= H) & (first < H + KH)
+    # All that was there before the step began: only `qkv` is the kernel before's. Not from a cache
+    # of the processor's own, which may be older than the step.
+    slot = tl.load(slots + row, cache_modifier=".cg")
+    used = slot >= 0
+    position = tl.where(used, tl.load(positions + row, cache_modifier=".cg"), 0)
+    number = position // BT
+    if rings is not None:
+        ring = tl.load(rings + slot, mask=used, other=0, cache_modifier=".cg")
+        number = tl.where(ring > 0, number % tl.maximum(ring, 1), number)
+    block_at = tables + slot.to(tl.int64) * table_stride + number
+    block = tl.load(block_at, mask=used, other=0, cache_modifier=".cg")
+    place = (block.to(tl.int64) * BT + position % BT) * KH
+    turn = position.to(tl.int64) * HALF + angle
+    c = tl.load(cos + turn, mask=rotated, other=1.0)
+    s = tl.load(sin + turn, mask=rotated, other=0.0)
+    if q_norm is not None:
+        wv = tl.load(q_norm + i, mask=inside & is_q, other=0.0)
+        wv += tl.load(k_norm + i, mask=inside & is_k, other=0.0)
+        wu = tl.load(q_norm + partner, mask=inside & is_q, other=0.0)
+        wu += tl.load(k_norm + partner, mask=inside & is_k, other=0.0)
     if PDL:
         gdc_wait()
-    slot = tl.load(slots + row)
-    used = slot >= 0
-    position = tl.where(used, tl.load(positions + row), 0)
 
     line = qkv + row * ((H + 2 * KH) * HD) + head[:, None] * HD
     v = tl.load(line + i[None, :], mask=inside[None, :], other=0.0)
@@ -312,33 +329,19 @@ def _heads(
             at = bias + head[:, None] * HD + partner[None, :]
             u += tl.load(at, mask=inside[None, :], other=0.0)
         if q_norm is not None:
-            wv = tl.load(q_norm + i, mask=inside & is_q, other=0.0)
-            wv += tl.load(k_norm + i, mask=inside & is_k, other=0.0)
-            wu = tl.load(q_norm + partner, mask=inside & is_q, other=0.0)
-            wu += tl.load(k_norm + partner, mask=inside & is_k, other=0.0)
             size = 1.0 / tl.sqrt(tl.sum(v * v, 1) / HD + eps)
             v = v * size[:, None] * wv[None, :]
             u = u * size[:, None] * wu[None, :]
-        turn = position.to(tl.int64) * HALF + angle
-        c = tl.load(cos + turn, mask=rotated, other=1.0)
-        s = tl.load(sin + turn, mask=rotated, other=0.0)
         v = v * c[None, :] + u * tl.where(leads, -s, s)[None, :]
     if is_q:
         q_at = q_out + (row * H + head)[:, None] * HD + i[None, :]
         tl.store(q_at, (v * scale).to(q_out.dtype.element_ty), mask=inside[None, :])
+    elif is_k:
+        k_at = keys + (place + head - H)[:, None] * HD + i[None, :]
+        tl.store(k_at, v.to(keys.dtype.element_ty), mask=inside[None, :] & used)
     else:
-        number = position // BT
-        if rings is not None:
-            ring = tl.load(rings + slot, mask=used, other=0)
-            number = tl.where(ring > 0, number % tl.maximum(ring, 1), number)
-        block = tl.load(tables + slot.to(tl.int64) * table_stride + number, mask=used, other=0)
-        place = (block.to(tl.int64) * BT + position % BT) * KH
-        if is_k:
-            k_at = keys + (place + head - H)[:, None] * HD + i[None, :]
-            tl.store(k_at, v.to(keys.dtype.element_ty), mask=inside[None, :] & used)
-        else:
-            v_at = values + (place + head - H - KH)[:, None] * HD + i[None, :]
-            tl.store(v_at, v.to(values.dtype.element_ty), mask=inside[None, :] & used)
+        v_at = values + (place + head - H - KH)[:, None] * HD + i[None, :]
+        tl.store(v_at, v.to(values.dtype.element_ty), mask=inside[None, :] & used)
 
 
 def heads(
