@@ -1,0 +1,321 @@
+"""Products of 16 to 128 rows: packed weights become float16 on their way to the tensor cores.
+
+A program owns BN rows of the weight and goes along their columns S sub-blocks at a time, with the
+next step's words already asked for. Eight rows of four sub-blocks belong to a warp: so much of a
+row is read at once as memory gives, and what is written for the tensor cores meets no bank twice.
+Where the programs would be too few, several share the columns of a row and a second kernel adds up.
+"""
+
+# ruff: noqa: RUF005
+# The language of kernels has tuples without unpacking.
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.kernels.cuda.spelling import (
+    EMULATED,
+    SUPER,
+    await_inputs,
+    depend,
+    form_of,
+    group_scales,
+    spell,
+)
+from asyncllm.kernels.cuda.weights import DeviceWeight
+
+Config = tuple[int, int, int, int]
+"""Warps, rows of the weight of a program, sub-blocks of a step, splits along the columns."""
+
+# Bytes 0, 1 and 2, 3 of a word as float16, less an offset, times a scale, plus a minimum: a byte
+# under the exponent of 1024 is 1024 and itself. The rest of the operands are pairs of float16.
+_WIDEN: Final = tl.constexpr(
+    "{ .reg .b32 t, k; mov.b32 k, 0x64646464;"
+    " prmt.b32 t, $2, k, 0x4140; add.rn.f16x2 t, t, $5; fma.rn.f16x2 $0, t, $3, $4;"
+    " prmt.b32 t, $2, k, 0x4342; add.rn.f16x2 t, t, $5; fma.rn.f16x2 $1, t, $3, $4; }"
+)
+
+
+@triton.jit
+def _pair(value):
+    """A float32 as two equal float16 in a word."""
+    half = value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return half | (half << 16)
+
+
+@triton.jit
+def _widen(word, scale, least, offset, EMU: tl.constexpr):
+    """Four codes of a word as two words of two float16 each."""
+    if EMU:
+        s = (scale & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        m = (least & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        o = (offset & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) + 1024
+        first = (word & 255).to(tl.float32) + o
+        second = ((word >> 8) & 255).to(tl.float32) + o
+        third = ((word >> 16) & 255).to(tl.float32) + o
+        fourth = ((word >> 24) & 255).to(tl.float32) + o
+        low = _two(first * s + m, second * s + m)
+        return low, _two(third * s + m, fourth * s + m)
+    else:
+        return tl.inline_asm_elementwise(
+            _WIDEN,
+            "=&r,=&r,r,r,r,r",
+            [word, scale, least, offset],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def _two(low, high):
+    a = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    b = high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return a | (b << 16)
+
+
+@triton.jit
+def _halves(word):
+    """The two float16 of each word, [..., 2]."""
+    low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _load(codes, upper, scales, supers, row, sub, row4, sub4, row2, sub2, SUBS, FORM: tl.constexpr):
+    """What sub-blocks have: a tuple as that of `load_part`."""
+    BITS: tl.constexpr = FORM[0]
+    SCALE: tl.constexpr = FORM[5]
+    if BITS == 8:
+        part = (
+            tl.load(codes + row4 * (SUBS * 8) + sub4),
+            tl.load(codes + row4 * (SUBS * 8) + SUBS * 4 + sub4),
+        )
+    elif BITS < 4:
+        part = (tl.load(codes + row2 * (SUBS * 2) + sub2),)
+    else:
+        part = (tl.load(codes + row4 * (SUBS * 4) + sub4),)
+    if BITS == 6:
+        part = part + (tl.load(upper + row2 * (SUBS * 2) + sub2),)
+    if BITS == 3 or BITS == 5:
+        part = part + (tl.load(upper + row * SUBS + sub),)
+    part = part + (tl.load(scales + row * SUBS + sub),)
+    if SCALE == SUPER:
+        part = part + (tl.load(supers + row * (SUBS // 8) + sub // 8),)
+    return part
+
+
+@triton.jit
+def _tensor_rows(
+    codes, upper, scales, supers, x, bias, out, N, M, x_stride, out_stride, split_stride,
+    K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, S: tl.constexpr, SPLITS: tl.constexpr,
+    BIAS: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr, EMU: tl.constexpr,
+):  # fmt: skip
+    """BN rows of the weight by BM rows of activations, over one of SPLITS parts of the columns."""
+    BITS: tl.constexpr = FORM[0]
+    OFFSET: tl.constexpr = FORM[1]
+    TABLE: tl.constexpr = FORM[2]
+    SCALE: tl.constexpr = FORM[5]
+    PARTS: tl.constexpr = FORM[6]
+    SUBS: tl.constexpr = K // 32
+    STEPS: tl.constexpr = (SUBS + S - 1) // S
+    EACH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    L: tl.constexpr = BN * S
+    depend(PDL)
+    # Number i of a step: row 8 (i / 8S) + i % 8, sub-block i / 8 % S.
+    i = tl.arange(0, L)
+    i2 = tl.arange(0, 2 * L)
+    i4 = tl.arange(0, 4 * L)
+    row0 = tl.program_id(0) * BN
+    row = tl.minimum(row0 + i // (8 * S) * 8 + i % 8, N - 1).to(tl.int64)
+    row2 = tl.minimum(row0 + i2 // (16 * S) * 8 + i2 // 2 % 8, N - 1).to(tl.int64)
+    row4 = tl.minimum(row0 + i4 // (32 * S) * 8 + i4 // 4 % 8, N - 1).to(tl.int64)
+    at = i // 8 % S
+    at2 = i2 // 16 % S
+    at4 = i4 // 32 % S
+    first = tl.program_id(2) * EACH
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    k = tl.arange(0, 32 * S)
+    # Beyond the last column activations are 0, and whatever weights are read again are finite.
+    sub = tl.minimum(first * S + at, SUBS - 1)
+    sub2 = tl.minimum(first * S + at2, SUBS - 1) * 2 + i2 % 2
+    sub4 = tl.minimum(first * S + at4, SUBS - 1) * 4 + i4 % 4
+    row4 = tl.max_contiguous(tl.multiple_of(row4, 1), 1)
+    sub4 = tl.max_contiguous(tl.multiple_of(sub4, 4), 4)
+    sub2 = tl.max_contiguous(tl.multiple_of(sub2, 2), 2)
+    part = _load(codes, upper, scales, supers, row, sub, row4, sub4, row2, sub2, SUBS, FORM)
+    await_inputs(PDL)
+    line = x + m[None, :] * x_stride
+    used = (m < M)[None, :]
+    column = (first * (32 * S) + k)[:, None]
+    xs = tl.load(line + column, mask=used & (column < K), other=0.0)
+    acc = tl.zeros([BN, BM], tl.float32)
+    for number in range(EACH):
+        following = first + number + 1
+        sub = tl.minimum(following * S + at, SUBS - 1)
+        sub2 = tl.minimum(following * S + at2, SUBS - 1) * 2 + i2 % 2
+        sub4 = tl.minimum(following * S + at4, SUBS - 1) * 4 + i4 % 4
+        sub4 = tl.max_contiguous(tl.multiple_of(sub4, 4), 4)
+        sub2 = tl.max_contiguous(tl.multiple_of(sub2, 2), 2)
+        coming = _load(codes, upper, scales, supers, row, sub, row4, sub4, row2, sub2, SUBS, FORM)
+        column = (following * (32 * S) + k)[:, None]
+        next_xs = tl.load(line + column, mask=used & (column < K), other=0.0)
+        words = spell(part, L, FORM, EMU)
+        # Scales, and super-scales where there are any, come last.
+        a, b, least, least_high = group_scales(
+            part[PARTS - 1 - (SCALE == SUPER)], part[PARTS - 1], FORM
+        )
+        offset = tl.full([L], 0, tl.float32) - (1024 + (128 if BITS == 8 or TABLE > 0 else OFFSET))
+        off = _pair(offset)
+        low_scale = _pair(a)
+        high_scale = _pair(b)
+        low_least = _pair(-least)
+        high_least = _pair(-least_high)
+        found = ()
+        for w in tl.static_range(8):
+            word = words[w]
+            if BITS == 8 or TABLE > 0:
+                word = word ^ -2139062144  # 0x80808080: signed to 128 more
+            if BITS == 4 and TABLE == 0 and w >= 4:
+                word = (word >> 4) & 0x0F0F0F0F
+            if w < 4:
+                found = found + _widen(word, low_scale, low_least, off, EMU)
+            else:
+                found = found + _widen(word, high_scale, high_least, off, EMU)
+        # Joining pairs from far apart first leaves the nearest ones innermost.
+        for level in tl.static_range(4):
+            paired = ()
+            for j in tl.static_range(8 >> level):
+                paired = paired + (tl.join(found[j], found[j + (8 >> level)]),)
+            found = paired
+        weights = _halves(tl.reshape(found[0], [L, 16]))  # [L, 16, 2]
+        weights = tl.reshape(weights, [BN // 8, S, 8, 32])
+        weights = tl.reshape(tl.permute(weights, [0, 2, 1, 3]), [BN, S * 32])
+        if EMU:
+            acc = tl.dot(weights.to(tl.float32), xs.to(tl.float32), acc)
+        else:
+            acc = tl.dot(weights, xs, acc)
+        part = coming
+        xs = next_xs
+    n = row0 + tl.arange(0, BN)
+    stored = (n < N)[:, None] & (m < M)[None, :]
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0)[:, None]
+    target = out + tl.program_id(2) * split_stride
+    target += m.to(tl.int64)[None, :] * out_stride + n[:, None]
+    tl.store(target, acc, mask=stored)
+
+
+@triton.jit
+def _add_splits(
+    partial, bias, out, N, M, out_stride,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    depend(PDL)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.program_id(1).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    if BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0)
+    await_inputs(PDL)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial + (split * M + m) * N + n, mask=n < N, other=0)
+    tl.store(out + m * out_stride + n, total, mask=n < N)
+
+
+def tensor_configs(weight: DeviceWeight, rows: int) -> list[Config]:
+    """What is worth timing for a weight and a number of rows of activations."""
+    found = []
+    for warps, owned, step in ((4, 64, 4), (4, 64, 8), (4, 128, 4), (8, 128, 4), (8, 128, 8)):
+        programs = triton.cdiv(weight.rows, owned)
+        for splits in (1, 2, 4, 8):
+            steps = triton.cdiv(weight.columns // 32, step)
+            # Shares of columns are for matrices of few rows, and each has some steps to do.
+            if splits == 1 or (programs * splits <= 1200 and steps >= 4 * splits):
+                found.append((warps, owned, step, splits))
+    return found
+
+
+def tensor_default(weight: DeviceWeight, rows: int) -> Config:
+    """A configuration where nothing was timed."""
+    programs, splits = triton.cdiv(weight.rows, 64), 1
+    while programs * splits < 300 and splits < 8 and weight.columns // 128 >= 8 * splits:
+        splits *= 2
+    return 4, 64, 4, splits
+
+
+def partial_sums(weight: DeviceWeight, rows: int, splits: int) -> int:
+    """Elements that `tensor_rows` needs beside its result."""
+    return splits * rows * weight.rows if splits > 1 else 0
+
+
+def tensor_rows(
+    weight: DeviceWeight,
+    x: Tensor,
+    out: Tensor,
+    partial: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_offset: int = 0,
+    pdl: bool = False,
+    config: Config | None = None,
+) -> None:
+    """`out = x @ weight.T` on tensor cores, weights rounded to float16.
+
+    Args:
+        weight: [outputs, columns], of a block format.
+        x: float16 [rows, columns].
+        out: float32 [rows, at least out_offset + outputs]; written from column out_offset on.
+        partial: float32, flat, at least `partial_sums` elements.
+        bias: float32 [outputs], added.
+        out_offset: see `out`.
+        pdl: as in `few_rows`.
+        config: one of `tensor_configs`.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    rows, columns = x.shape
+    if columns != weight.columns or out.shape[1] < out_offset + weight.rows or len(out) < rows:
+        raise ValueError(
+            f"{list(x.shape)} by [{weight.rows}, {weight.columns}] does not go into "
+            f"{list(out.shape)}"
+        )
+    warps, owned, step, splits = config or tensor_default(weight, rows)
+    if partial.numel() < partial_sums(weight, rows, splits):
+        raise ValueError(f"{splits} splits of {rows} rows: {partial.numel()} partial sums")
+    target = out[:rows, out_offset : out_offset + weight.rows]
+    form = form_of(weight)
+    block_rows = max(16, min(64, triton.next_power_of_2(rows)))
+    launch: dict[str, Any] = {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
+    some_bias = target if bias is None else bias
+    alone = splits == 1
+    _tensor_rows[(triton.cdiv(weight.rows, owned), triton.cdiv(rows, block_rows), splits)](
+        *(*form.planes, x, some_bias, target if alone else partial, weight.rows, rows),
+        *(x.stride(0), out.stride(0) if alone else weight.rows, rows * weight.rows),
+        K=columns,
+        BN=owned,
+        BM=block_rows,
+        S=step,
+        SPLITS=splits,
+        BIAS=alone and bias is not None,
+        FORM=form.traits,
+        EMU=EMULATED,
+        num_warps=warps,
+        num_stages=1,
+        **launch,
+    )
+    if not alone:
+        _add_splits[(triton.cdiv(weight.rows, 512), rows)](
+            *(partial, some_bias, target, weight.rows, rows, out.stride(0)),
+            SPLITS=splits,
+            BLOCK=512,
+            BIAS=bias is not None,
+            num_warps=4,
+            **launch,
+        )
