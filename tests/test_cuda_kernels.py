@@ -322,7 +322,7 @@ def test_a_decoding_row_does_not_depend_on_its_company() -> None:
 
 
 def test_splits_fill_the_device_but_do_not_outnumber_the_tiles() -> None:
-    assert attention.decode_splits(1, 8, 4096) == 64
+    assert attention.decode_splits(1, 8, 4096) == 32
     assert attention.decode_splits(1, 8, 128) == 2
     assert attention.decode_splits(64, 8, 4096) == 1
 

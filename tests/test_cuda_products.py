@@ -12,6 +12,7 @@ from tests.cuda_weights import BY_NAME, quantised, random_rows
 
 _REASON = "kernels for GPUs need triton"
 products: Any = pytest.importorskip("asyncllm.kernels.cuda.products", reason=_REASON)
+tensor_cores: Any = pytest.importorskip("asyncllm.kernels.cuda.tensor_cores", reason=_REASON)
 unpacking: Any = pytest.importorskip("asyncllm.kernels.cuda.unpacking", reason=_REASON)
 
 FORMS = [name for name in LAYOUTS if name in BY_NAME]
@@ -140,6 +141,45 @@ def test_a_row_that_is_no_number_spoils_only_itself() -> None:
     expected = product(exact, weight)
     for row in (0, 2):
         assert torch.allclose(out[row].double().cpu(), expected[row], rtol=1e-4, atol=1e-4)
+
+
+def tensor_product(
+    weight: DeviceWeight, x: Tensor, config: Any = None, bias: Tensor | None = None
+) -> None:
+    rows = len(x)
+    out = poisoned(rows + 1, weight.rows + 3)
+    partial = poisoned(8, rows * weight.rows).view(-1)
+    bias = bias if bias is None else bias.to(DEVICE)
+    tensor_cores.tensor_rows(
+        weight, x.half().to(DEVICE), out, partial, bias=bias, out_offset=2, config=config
+    )
+    expected = product(x.half().double(), weight)
+    if bias is not None:
+        expected += bias.double().cpu()
+    # Scales and weights are rounded to float16.
+    check(out, expected, first=2, tolerance=2e-3)
+
+
+@pytest.mark.parametrize("rows", [9, 40])
+@pytest.mark.parametrize("name", FORMS)
+def test_tensor_cores_give_the_product_of_rounded_weights(name: str, rows: int) -> None:
+    weight = weight_of(name, 70 if rows == 9 else 64, width(name, rows))
+    tensor_product(weight, activations(rows, weight.columns))
+
+
+@pytest.mark.parametrize("config", [(4, 64, 4, 1), (4, 64, 8, 4), (8, 128, 4, 2)])
+def test_tensor_cores_share_the_columns_of_a_row(config: Any) -> None:
+    weight = weight_of("Q6_K", 70, 1280)
+    tensor_product(weight, activations(17, 1280), config, activations(1, 70)[0])
+
+
+def test_tensor_cores_refuse_too_few_places_for_sums() -> None:
+    weight = weight_of("Q4_K", 64, 512)
+    with pytest.raises(ValueError, match="4 splits of 9 rows"):
+        tensor_cores.tensor_rows(
+            weight, poisoned(9, 512).half(), poisoned(9, 64), poisoned(1, 64)[0],
+            config=(4, 64, 4, 4),
+        )  # fmt: skip
 
 
 def test_products_that_do_not_fit_are_refused() -> None:

@@ -20,6 +20,7 @@ from asyncllm.model.causal_lm import CausalLM
 from asyncllm.model.config import ModelConfig
 from asyncllm.model.program import Chunk, PlainProgram
 from asyncllm.options import SamplingParams
+from asyncllm.runner import cuda_step
 from asyncllm.runner.cuda_step import CudaProgram, DeviceModel, refusal
 from asyncllm.runner.pipeline import CudaRunner
 from asyncllm.scheduler.chunking import ChunkPolicy
@@ -158,10 +159,14 @@ def plain_logits(model: CausalLM, tokens: Sequence[int]) -> torch.Tensor:
 FAMILIES = ["gemma3"] if DEVICE.type == "cpu" else ["llama", "qwen3", "gemma3", "phi3-partial"]
 
 
+@pytest.mark.parametrize("most", [cuda_step.TENSOR_ROWS, 16])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_of_a_prompt_are_the_plain_ones(tmp_path: Path, name: str) -> None:
+def test_logits_of_a_prompt_are_the_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    monkeypatch.setattr(cuda_step, "TENSOR_ROWS", most)
     device = Device(checkpoint(tmp_path, name))
-    tokens = ids(20, 1)  # more rows than int8 products take
+    tokens = ids(20, 1)  # on tensor cores, or as a dense product
     request = device.request(tokens, max_tokens=2)
     device.run(ahead=False)
     # What decoding left is the second token's logits.

@@ -1,8 +1,9 @@
 """`CudaProgram`: a model's step as a chain of Triton kernels over buffers that never move.
 
 Nothing is allocated in a step and nothing waits for the host, so that decoding a batch can be
-captured once as a CUDA graph and replayed. Few rows meet packed weights as int8; many rows (prompt
-chunks) meet them unpacked, a matrix at a time, through the vendor's dense product.
+captured once as a CUDA graph and replayed. Few rows meet packed weights as int8, more of them as
+float16 on the tensor cores, and prompt chunks meet them unpacked, a matrix at a time, through the
+vendor's dense product.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from asyncllm.kernels.cuda import attention, rows
 from asyncllm.kernels.cuda.choice import ChoiceScratch, Draws, greedy, sample
-from asyncllm.kernels.cuda.products import MOST_ROWS, few_rows
+from asyncllm.kernels.cuda.products import few_rows
+from asyncllm.kernels.cuda.tensor_cores import most_partial_sums, tensor_rows
 from asyncllm.kernels.cuda.tokens import first_tokens, receive, remember
 from asyncllm.kernels.cuda.unpacking import embedding_rows, unpack_to
 from asyncllm.kernels.cuda.weights import DeviceWeight, Staging, joined, upload
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
     from asyncllm.model.config import ModelConfig
     from asyncllm.model.feed_forward import FeedForward
     from asyncllm.model.linear import Linear
+
+# Rows of which products read weights faster than they compute; and the most that tensor cores take.
+FEW_ROWS: Final = 8
+TENSOR_ROWS: Final = 64
 
 HALF: Final = torch.bfloat16  # of what dense products take: its range is float32's
 QUERY: Final = torch.float16  # of queries, keys and values
@@ -62,34 +68,47 @@ class Rows:
     """One activation in the forms that products take.
 
     Attributes:
-        quantised: int8 rows, for up to `MOST_ROWS` rows.
+        quantised: int8 rows, for up to `FEW_ROWS` rows.
+        tensor: float16, for up to `TENSOR_ROWS` rows.
         half: for more.
-        full: float32, for as few rows: for weights in floating point.
+        full: float32, for as many as `tensor`: for weights in floating point.
     """
 
     quantised: tuple[Tensor, Tensor, Tensor]
+    tensor: Tensor
     half: Tensor
     full: Tensor
 
     @classmethod
     def of(cls, count: int, width: int, device: torch.device) -> Rows:
-        few = min(count, MOST_ROWS)
+        few, some = min(count, FEW_ROWS), min(count, TENSOR_ROWS)
         return cls(
             (
                 torch.zeros(few, 2, width // 8, dtype=torch.int32, device=device),
                 torch.zeros(few, width // 32, device=device),
                 torch.zeros(few, width // 32, dtype=torch.int32, device=device),
             ),
+            torch.zeros(some, width, dtype=torch.float16, device=device),
             torch.zeros(count, width, dtype=HALF, device=device),
-            torch.zeros(few, width, device=device),
+            torch.zeros(some, width, device=device),
         )
 
-    def targets(self, count: int, *, floats: bool) -> dict[str, Any]:
-        """Which forms a kernel is to write for so many rows."""
-        if count > MOST_ROWS:
+    def few(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The first int8 rows."""
+        codes, scales, sums = self.quantised
+        return codes[:count], scales[:count], sums[:count]
+
+    def targets(self, count: int, weights: Sequence[DeviceWeight]) -> dict[str, Any]:
+        """Which forms a kernel is to write for so many rows that these weights read."""
+        floats = [weight.layout is None for weight in weights]
+        if count > TENSOR_ROWS or (count > FEW_ROWS and all(floats)):
             return {"half": self.half[:count]}
-        wanted: dict[str, Any] = {"quantised": tuple(part[:count] for part in self.quantised)}
-        if floats:
+        wanted: dict[str, Any] = {}
+        if count > FEW_ROWS:
+            wanted["half"] = self.tensor[:count]
+        else:
+            wanted["quantised"] = self.few(count)
+        if any(floats):
             wanted["out"] = self.full[:count]
         return wanted
 
@@ -115,13 +134,7 @@ class DeviceModel:
         self.head = self.embedding if tied else self._weight(model.head.weight)
         self.layers = [self._layer(layer) for layer in model.layers]
         self.output_norm = self.vector(model.output_norm)
-        self.dense: dict[int, Tensor] = {}
         self._staging = Staging(torch.device("cpu"))
-
-    @property
-    def every(self) -> list[DeviceWeight]:
-        """The matrices of all layers."""
-        return [weight for layer in self.layers for weight in layer.every]
 
     def vector(self, tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.float().to(self._device).contiguous()
@@ -134,7 +147,7 @@ class DeviceModel:
     def _layer(self, layer: Layer) -> _DeviceLayer:
         return _DeviceLayer(self, layer.attention, layer.feed_forward, layer.rope)
 
-    def products(self, linears: Sequence[Linear]) -> list[_Product]:
+    def products(self, linears: Sequence[Linear]) -> _Products:
         """Layers that read the same input, neighbours joined where they are of one form."""
         weights = [self._weight(linear.weight) for linear in linears]
         biases = [self.vector(linear.bias) for linear in linears]
@@ -145,25 +158,71 @@ class DeviceModel:
                 last.weight = joined([last.weight, weight])
             else:
                 found.append(_Product(weight, bias))
-        return found
+        return _Products(found)
 
     def keep_dense(self) -> None:
         """Keep a 16-bit copy of every matrix for passes of many rows."""
-        for weight in {id(weight): weight for weight in self.every}.values():
-            dense = torch.empty(weight.rows, weight.columns, dtype=HALF, device=self._device)
-            unpack_to(weight, dense)
-            self.dense[id(weight)] = dense
+        for layer in self.layers:
+            for products in layer.every:
+                if products.dense is None:
+                    products.dense = products.unpacked(
+                        torch.empty(products.elements, dtype=HALF, device=self._device)
+                    )
 
     @property
     def dense_bytes(self) -> int:
         """What `keep_dense` takes."""
-        return sum(2 * weight.rows * weight.columns for weight in self.every)
+        every = (products for layer in self.layers for products in layer.every)
+        return sum(2 * products.elements for products in every if products.dense is None)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest matrix that has no 16-bit copy."""
+        every = (products for layer in self.layers for products in layer.every)
+        return max((each.elements for each in every if each.dense is None), default=0)
+
+    @property
+    def widest(self) -> list[DeviceWeight]:
+        """All matrices of layers, and the head's."""
+        every = [products for layer in self.layers for products in layer.every]
+        return [*(product.weight for each in every for product in each.parts), self.head]
 
 
 @dataclass(slots=True)
 class _Product:
     weight: DeviceWeight
     bias: Tensor | None
+
+
+@dataclass(slots=True)
+class _Products:
+    """Matrices that read the same input; `dense` is all of them as one, where that is kept."""
+
+    parts: list[_Product]
+    dense: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.parts) == 1:
+            values = self.parts[0].weight.planes.get("values")
+            if values is not None and values.dtype == HALF:
+                self.dense = values
+
+    @property
+    def weights(self) -> list[DeviceWeight]:
+        return [product.weight for product in self.parts]
+
+    @property
+    def elements(self) -> int:
+        return sum(weight.rows * weight.columns for weight in self.weights)
+
+    def unpacked(self, buffer: Tensor) -> Tensor:
+        """All of it in 16 bits, written into a flat buffer."""
+        columns, start = self.parts[0].weight.columns, 0
+        matrix = buffer[: self.elements].view(-1, columns)
+        for weight in self.weights:
+            unpack_to(weight, matrix[start : start + weight.rows])
+            start += weight.rows
+        return matrix
 
 
 class _DeviceLayer:
@@ -176,18 +235,16 @@ class _DeviceLayer:
         self.norm = model.vector(block.norm)
         self.qkv = model.products(block.projections)
         self.q_norm, self.k_norm = model.vector(block.q_norm), model.vector(block.k_norm)
-        (self.output,) = model.products([block.output])
+        self.output = model.products([block.output])
         self.post_norm = model.vector(block.post_norm)
         self.ff_norm = model.vector(feed_forward.norm)
-        gates = [model.products([linear])[0].weight for linear in feed_forward.gate_up]
-        self.gate_up = gates
-        (self.down,) = model.products([feed_forward.down])
+        self.gate_up = model.products(feed_forward.gate_up)
+        self.down = model.products([feed_forward.down])
         self.ff_post_norm = model.vector(feed_forward.post_norm)
 
     @property
-    def every(self) -> list[DeviceWeight]:
-        products = [*self.qkv, self.output, self.down]
-        return [*(product.weight for product in products), *self.gate_up]
+    def every(self) -> list[_Products]:
+        return [self.qkv, self.output, self.gate_up, self.down]
 
 
 class CudaProgram:
@@ -253,9 +310,11 @@ class CudaProgram:
         self._qkv = zeros(count, width)
         self._q = zeros(count, config.heads, config.head_dim, dtype=QUERY)
         self._attended = Rows.of(count, q_width, device)
-        self._gate_up = zeros(count, 2 * config.feed_forward)
+        few, some = min(count, FEW_ROWS), min(count, TENSOR_ROWS)
+        self._gate_up = zeros(some, 2 * config.feed_forward)
+        self._gate_up_half = zeros(count, 2 * config.feed_forward, dtype=HALF)
         self._gated = Rows.of(count, config.feed_forward, device)
-        self._chosen = Rows.of(MOST_ROWS, config.embedding, device)
+        self._chosen = Rows.of(some, config.embedding, device)
         self._selected = zeros(max_batch, config.embedding)
         self.logits = zeros(max_batch, config.vocab_size)
         self.tokens = zeros(count, dtype=torch.int32)
@@ -266,9 +325,9 @@ class CudaProgram:
         self.results = torch.zeros(RING, max_batch, dtype=torch.int32, pin_memory=pin)
         self.turn = 0
         self._turn = zeros(1, dtype=torch.int32)
-        largest = max(weight.rows * weight.columns for weight in weights.every)
-        unpacked = self.max_rows > MOST_ROWS and not weights.dense
-        self._dense = zeros(largest if unpacked else 0, dtype=HALF)
+        self._dense = zeros(weights.largest if count > few else 0, dtype=HALF)
+        sums = most_partial_sums(weights.widest, some) if count > few else 0
+        self._partial = zeros(sums)
         self._decode_scratch: dict[int, attention.DecodeScratch] = {}
         self._choice_scratch: dict[int, ChoiceScratch] = {}
         self._context = model.context_length
@@ -411,12 +470,9 @@ class CudaProgram:
         config, waiting = self.config, False
         post: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
-            inputs = [product.weight for product in layer.qkv]
+            inputs = layer.qkv.weights
             self._norm(count, layer.norm, self._normed, inputs, added=waiting, post=post)
-            column = 0
-            for product in layer.qkv:
-                self._multiply(product, self._normed, count, self._qkv, column)
-                column += product.weight.rows
+            self._multiply(layer.qkv, self._normed, count, self._qkv)
             group = self._group_of[index]
             rows.heads(
                 self._qkv[:count],
@@ -435,19 +491,18 @@ class CudaProgram:
                 eps=config.norm_eps,
                 pdl=self.pdl,
             )
-            floats = layer.output.weight.layout is None
-            if config.head_dim % 32 and count <= MOST_ROWS:
+            targets = self._attended.targets(count, layer.output.weights)
+            if config.head_dim % 32 and "quantised" in targets:
                 attend(index, group, out=self._attended.full[:count])
-                forms = self._attended.targets(count, floats=False)
-                rows.quantise(self._attended.full[:count], **forms, pdl=self.pdl)
+                quantised = targets["quantised"]
+                rows.quantise(self._attended.full[:count], quantised, pdl=self.pdl)
             else:
-                attend(index, group, **self._attended.targets(count, floats=floats))
-            self._multiply(layer.output, self._attended, count, self._y, 0)
-            self._norm(
-                count, layer.ff_norm, self._normed, layer.gate_up, added=True, post=layer.post_norm
-            )
+                attend(index, group, **targets)
+            self._multiply(layer.output, self._attended, count, self._y)
+            inputs = layer.gate_up.weights
+            self._norm(count, layer.ff_norm, self._normed, inputs, added=True, post=layer.post_norm)
             self._gate(layer, count)
-            self._multiply(layer.down, self._gated, count, self._y, 0)
+            self._multiply(layer.down, self._gated, count, self._y)
             waiting, post = True, layer.ff_post_norm
         # The last result joins all rows; the head norms those that are wanted.
         x, into = self._x[self._now][:count], self._x[1 - self._now][:count]
@@ -469,7 +524,6 @@ class CudaProgram:
     ) -> None:
         x = self._x[self._now][:count]
         into = self._x[1 - self._now][:count]
-        floats = any(each.layout is None for each in inputs)
         rows.norm(
             x,
             weight,
@@ -478,75 +532,89 @@ class CudaProgram:
             post_weight=post,
             into=into,
             pdl=self.pdl,
-            **target.targets(count, floats=floats),
+            **target.targets(count, inputs),
         )
         if added:
             self._now = 1 - self._now
 
     def _gate(self, layer: _DeviceLayer, count: int) -> None:
         activation, width = self.config.architecture.activation, self.config.feed_forward
-        floats = layer.down.weight.layout is None
-        gates = layer.gate_up
-        if count <= MOST_ROWS and len(gates) == 2 and gates[0].form == gates[1].form:
-            gate, up = gates
-            source: Any = tuple(part[:count] for part in self._normed.quantised)
-            if gate.layout is None:
-                source = self._normed.full[:count]
+        (first, *others), down = layer.gate_up.parts, layer.down.weights
+        if count <= FEW_ROWS and not others and first.bias is None:
+            gate, up = first.weight.slice(0, width), first.weight.slice(width, 2 * width)
             # Float weights read the result as it is; it is quantised for others.
             out = self._gated.full[:count]
+            source = self._source(gate, self._normed, count)
             few_rows(gate, source, out, up=up, activation=activation, pdl=self.pdl)
-            if not floats:
-                forms = self._gated.targets(count, floats=False)
-                rows.quantise(out, **forms, pdl=self.pdl)
+            if down[0].layout is not None:
+                rows.quantise(out, self._gated.few(count), pdl=self.pdl)
             return
-        column = 0
-        for weight in gates:
-            self._multiply(_Product(weight, None), self._normed, count, self._gate_up, column)
-            column += weight.rows
-        rows.gate(
-            self._gate_up[:count, : 2 * width],
-            activation,
-            pdl=self.pdl,
-            **self._gated.targets(count, floats=floats),
-        )
+        both = self._gate_up_half if count > TENSOR_ROWS else self._gate_up
+        self._multiply(layer.gate_up, self._normed, count, both)
+        targets = self._gated.targets(count, down)
+        rows.gate(both[:count], activation, pdl=self.pdl, **targets)
 
-    def _multiply(self, product: _Product, x: Rows, count: int, out: Tensor, column: int) -> None:
-        weight = product.weight
-        if count <= MOST_ROWS:
-            source: Any = tuple(part[:count] for part in x.quantised)
-            if weight.layout is None:
-                source = x.full[:count]
-            few_rows(
-                weight, source, out[:count], bias=product.bias, out_offset=column, pdl=self.pdl
-            )
+    @staticmethod
+    def _source(weight: DeviceWeight, x: Rows, count: int) -> Any:
+        return x.full[:count] if weight.layout is None else x.few(count)
+
+    def _multiply(self, products: _Products, x: Rows, count: int, out: Tensor) -> None:
+        """All parts of a matrix, side by side."""
+        out, column = out[:count], 0
+        if count > TENSOR_ROWS:
+            self._dense_rows(products, x.half[:count], out)
             return
-        dense = self._weights.dense.get(id(weight))
-        if dense is None:
-            dense = self._dense[: weight.rows * weight.columns].view(weight.rows, weight.columns)
-            unpack_to(weight, dense)
-        target = out[:count, column : column + weight.rows]
-        _dense_product(x.half[:count], dense, target)
-        if product.bias is not None:
-            target.add_(product.bias)
+        for product in products.parts:
+            weight, bias = product.weight, product.bias
+            if count <= FEW_ROWS:
+                source = self._source(weight, x, count)
+                few_rows(weight, source, out, bias=bias, out_offset=column, pdl=self.pdl)
+            elif weight.layout is not None:
+                tensor_rows(
+                    *(weight, x.tensor[:count], out, self._partial),
+                    bias=bias,
+                    out_offset=column,
+                    pdl=self.pdl,
+                )
+            else:
+                half = x.half[:count]
+                if any(each.layout is not None for each in products.weights):
+                    half.copy_(x.full[:count])  # its form for the others is float16
+                part = _Products([product])
+                self._dense_rows(part, half, out[:, column : column + weight.rows])
+            column += weight.rows
+
+    def _dense_rows(self, products: _Products, x: Tensor, out: Tensor) -> None:
+        matrix = products.dense
+        if matrix is None:
+            matrix = products.unpacked(self._dense)
+        column = 0
+        _dense_product(x, matrix, out)
+        for product in products.parts:
+            if product.bias is not None:
+                out[:, column : column + product.weight.rows].add_(product.bias)
+            column += product.weight.rows
 
     def _head(self, x: Tensor) -> None:
-        weight = self._weights.head
-        for start in range(0, len(x), MOST_ROWS):
-            part = x[start : start + MOST_ROWS]
+        head = _Products([_Product(self._weights.head, None)])
+        most = len(self._chosen.full)
+        for start in range(0, len(x), most):
+            part = x[start : start + most]
             rows.norm(
                 part,
                 self._weights.output_norm,
                 self.config.norm_eps,
                 pdl=self.pdl,
-                **self._chosen.targets(len(part), floats=weight.layout is None),
+                **self._chosen.targets(len(part), head.weights),
             )
-            logits = self.logits[start : start + len(part)]
-            self._multiply(_Product(weight, None), self._chosen, len(part), logits, 0)
+            self._multiply(head, self._chosen, len(part), self.logits[start : start + len(part)])
 
 
 def _dense_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """`out = x @ weight.T`, bfloat16 operands, float32 sums and result."""
-    if x.device.type == "cuda":
+    """`out = x @ weight.T`, bfloat16 operands, float32 sums; the result is that or bfloat16."""
+    if out.dtype == x.dtype:
+        torch.mm(x, weight.t(), out=out)
+    elif x.device.type == "cuda":
         torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
     else:
         out.copy_(x.float() @ weight.float().t())

@@ -22,11 +22,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncllm.kernels.cuda.rows import (
-    byte_view,
     emulated,
     launch_options,
     put_quantised,
     softcapped,
+    to_half,
 )
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def _put_heads(
     inside = keep[:, None] & (i < HD)[None, :]
     at = (row * H + head)[:, None] * HD + i[None, :]
     if half is not None:
-        tl.store(half + at, v.to(half.dtype.element_ty), mask=inside)
+        tl.store(half + at, to_half(v, half), mask=inside)
     if out is not None:
         tl.store(out + at, v, mask=inside)
     if xq is not None:
@@ -337,7 +337,7 @@ class DecodeScratch:
         )
 
 
-def decode_splits(rows: int, kv_heads: int, max_context: int, programs: int = 528) -> int:
+def decode_splits(rows: int, kv_heads: int, max_context: int, programs: int = 264) -> int:
     """Into how many programs to share out a row's keys to keep the device busy, a power of two.
 
     Args:
@@ -369,7 +369,7 @@ def decode(
     tile: int | None = None,
     pdl: bool = False,
     warps: int = 4,
-    stages: int = 2,
+    stages: int = 3,
 ) -> None:
     """Attention of one query for each row, whose own K and V are in the pool already.
 
@@ -548,5 +548,4 @@ def _planes(quantised: Quantised | None, head_dim: int) -> tuple[Tensor | None, 
         raise ValueError(
             f"heads of {head_dim}: runs of 32 would cross them; write float rows and quantise them"
         )
-    xq, xd, xs = quantised
-    return byte_view(xq), xd, xs
+    return quantised

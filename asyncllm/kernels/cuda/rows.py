@@ -66,10 +66,22 @@ def put_quantised(v, row, block, keep, xq, xd, xs, K: tl.constexpr):
     sums = tl.sum(tl.where(i < 16, q, q * 65536), 1)
     # A negative low half has borrowed from the high one.
     sums += tl.where((sums & 0x8000) != 0, 65536, 0)
-    at = (row * K + block * 16)[:, None] + (i // 16) * (K // 2) + i % 16
-    tl.store(xq + at, q.to(tl.int8), mask=keep[:, None])
+    # Four bytes a word: their threads need no exchange.
+    bytes_ = tl.reshape((bits & 255) << (i % 4 * 8), [v.shape[0], 8, 4])
+    w = tl.arange(0, 8)[None, :]
+    at = (row * (K // 4) + block * 4)[:, None] + (w // 4) * (K // 8) + w % 4
+    tl.store(xq + at, tl.sum(bytes_, 2), mask=keep[:, None])
     tl.store(xd + row * (K // 32) + block, tl.where(wrong, float("nan"), largest / 127), mask=keep)
     tl.store(xs + row * (K // 32) + block, sums, mask=keep)
+
+
+@triton.jit
+def to_half(v, half):
+    """As what `half` points to; what float16 cannot hold becomes the largest that it can."""
+    if half.dtype.element_ty == tl.float16:
+        # Comparisons that NaN fails: it stays.
+        v = tl.where(v > 65504.0, 65504.0, tl.where(v < -65504.0, -65504.0, v))
+    return v.to(half.dtype.element_ty)
 
 
 @triton.jit
@@ -78,7 +90,7 @@ def _put(v, row, block, keep, xq, xd, xs, half, out, K: tl.constexpr):
     column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = keep[:, None] & (column < K)
     if half is not None:
-        tl.store(half + row * K + column, v.to(half.dtype.element_ty), mask=inside)
+        tl.store(half + row * K + column, to_half(v, half), mask=inside)
     if out is not None:
         tl.store(out + row * K + column, v, mask=inside)
     if xq is not None:
@@ -228,8 +240,9 @@ def _gate(
     block = tl.program_id(1) * S + tl.arange(0, S)
     column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = column < F
-    gate = tl.load(gate_up + row * (2 * F) + column, mask=inside, other=0.0)
-    up = tl.load(gate_up + row * (2 * F) + F + column, mask=inside, other=0.0)
+    at = gate_up + row * (2 * F) + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + F, mask=inside, other=0.0).to(tl.float32)
     if SILU:
         v = gate * sigmoid(gate)
     else:
@@ -252,7 +265,7 @@ def gate(
     """`activation(gate) * up` in up to three forms.
 
     Args:
-        gate_up: float32 [M, 2 F]: all of gate, then all of up.
+        gate_up: float32 or bfloat16 [M, 2 F]: all of gate, then all of up.
         activation: `"silu"` or `"gelu_tanh"`.
         quantised: the result as int8 rows; F is a multiple of 32.
         half: the result as float16 or bfloat16 [M, F].
@@ -428,12 +441,4 @@ def _planes(quantised: Quantised | None, width: int) -> tuple[Tensor | None, ...
         return None, None, None
     if width % QUANTISED_COLUMNS:
         raise ValueError(f"rows of {width} columns: int8 rows need a multiple of 32")
-    xq, xd, xs = quantised
-    return byte_view(xq), xd, xs
-
-
-def byte_view(xq: Tensor) -> Tensor:
-    """The int8 of quantised rows, which are kept four a word."""
-    import torch
-
-    return xq.view(torch.int8)
+    return quantised

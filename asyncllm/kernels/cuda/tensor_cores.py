@@ -11,6 +11,7 @@ Where the programs would be too few, several share the columns of a row and a se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import triton
@@ -168,7 +169,9 @@ def _tensor_rows(
         words = spell(part, L, FORM, EMU)
         # Scales, and super-scales where there are any, come last.
         a, b, least, least_high = group_scales(
-            part[PARTS - 1 - (SCALE == SUPER)], part[PARTS - 1], FORM
+            part[PARTS - 1 - (SCALE == SUPER)],
+            part[PARTS - 1],
+            FORM,
         )
         offset = tl.full([L], 0, tl.float32) - (1024 + (128 if BITS == 8 or TABLE > 0 else OFFSET))
         off = _pair(offset)
@@ -193,7 +196,7 @@ def _tensor_rows(
             for j in tl.static_range(8 >> level):
                 paired = paired + (tl.join(found[j], found[j + (8 >> level)]),)
             found = paired
-        weights = _halves(tl.reshape(found[0], [L, 16]))  # [L, 16, 2]
+        weights = _halves(tl.reshape(found[0], [L, 16]))  # type: ignore[misc]
         weights = tl.reshape(weights, [BN // 8, S, 8, 32])
         weights = tl.reshape(tl.permute(weights, [0, 2, 1, 3]), [BN, S * 32])
         if EMU:
@@ -242,16 +245,26 @@ def tensor_configs(weight: DeviceWeight, rows: int) -> list[Config]:
 
 
 def tensor_default(weight: DeviceWeight, rows: int) -> Config:
-    """A configuration where nothing was timed."""
-    programs, splits = triton.cdiv(weight.rows, 64), 1
-    while programs * splits < 300 and splits < 8 and weight.columns // 128 >= 8 * splits:
+    """A configuration where nothing was timed: what was fastest for an 8B model on an H200."""
+    if weight.rows >= 16384:
+        return (8, 128, 4, 1) if rows <= 32 else (4, 128, 4, 1)
+    step, owned = (8, 64) if rows <= 32 else (4, 128)
+    splits = 1
+    programs, steps = triton.cdiv(weight.rows, owned), triton.cdiv(weight.columns // 32, step)
+    while splits < 8 and programs * splits <= 200 and steps >= 8 * splits:
         splits *= 2
-    return 4, 64, 4, splits
+    return 4, owned, step, splits
 
 
-def partial_sums(weight: DeviceWeight, rows: int, splits: int) -> int:
-    """Elements that `tensor_rows` needs beside its result."""
-    return splits * rows * weight.rows if splits > 1 else 0
+def most_partial_sums(weights: Sequence[DeviceWeight], rows: int) -> int:
+    """Elements that `tensor_rows` needs beside its result for any of the weights."""
+    found = [0]
+    for weight in weights:
+        if weight.layout is not None:
+            for count in {min(rows, 32), rows}:
+                splits = tensor_default(weight, count)[3]
+                found.append(splits * count * weight.rows if splits > 1 else 0)
+    return max(found)
 
 
 def tensor_rows(
@@ -271,7 +284,7 @@ def tensor_rows(
         weight: [outputs, columns], of a block format.
         x: float16 [rows, columns].
         out: float32 [rows, at least out_offset + outputs]; written from column out_offset on.
-        partial: float32, flat, at least `partial_sums` elements.
+        partial: float32, flat, of `most_partial_sums`.
         bias: float32 [outputs], added.
         out_offset: see `out`.
         pdl: as in `few_rows`.
@@ -287,7 +300,7 @@ def tensor_rows(
             f"{list(out.shape)}"
         )
     warps, owned, step, splits = config or tensor_default(weight, rows)
-    if partial.numel() < partial_sums(weight, rows, splits):
+    if splits > 1 and partial.numel() < splits * rows * weight.rows:
         raise ValueError(f"{splits} splits of {rows} rows: {partial.numel()} partial sums")
     target = out[:rows, out_offset : out_offset + weight.rows]
     form = form_of(weight)
