@@ -43,6 +43,9 @@ QUERY: Final = torch.float16  # of queries, keys and values
 SLOT, POSITION, FRESH, TOP_K, TEMPERATURE, TOP_P, MIN_P, OUTPUT, INDEX, SEED = range(10)
 FIELDS: Final = 11  # a seed has two
 
+# A decode step none of whose positions goes beyond shares their keys out to fewer programs.
+SHORT: Final = 512
+
 # Steps that the host may have written before the device has read the first of them.
 RING: Final = 4
 
@@ -328,7 +331,7 @@ class CudaProgram:
         self._dense = zeros(weights.largest if count > few else 0, dtype=HALF)
         sums = most_partial_sums(weights.widest, some) if count > few else 0
         self._partial = zeros(sums)
-        self._decode_scratch: dict[int, attention.DecodeScratch] = {}
+        self._decode_scratch: dict[tuple[int, int], attention.DecodeScratch] = {}
         self._choice_scratch: dict[int, ChoiceScratch] = {}
         self._context = model.context_length
         self._now = 0  # which of the two residual streams is the newest
@@ -346,17 +349,28 @@ class CudaProgram:
 
     # What steps are made of.
 
-    def decode(self, count: int, *, sampled: bool, searches: tuple[bool, bool]) -> None:
-        """One token of each of `count` sequences, by an entry of `ring`, chosen into `results`."""
+    def reach(self, position: int) -> int:
+        """Positions that a decode step is made for which has this as its last."""
+        return min(SHORT if position < SHORT else self._context, self._context)
+
+    def decode(self, count: int, *, reach: int, sampled: bool, searches: tuple[bool, bool]) -> None:
+        """One token of each of `count` sequences, by an entry of `ring`, chosen into `results`.
+
+        Args:
+            count: of the batch.
+            reach: all positions are below; what `reach` gives.
+            sampled: whether any row is not greedy.
+            searches: whether any row has top_k, and top_p, on.
+        """
         self.turn += 1
         receive(self.ring, self._turn, self.fields)
         slots, positions = self.field(SLOT, count), self.field(POSITION, count)
         self._embed(self.field(FRESH, count), slots, count)
-        scratch = self._decode_scratch.get(count)
+        scratch = self._decode_scratch.get((count, reach))
         if scratch is None:
             config = self.config
-            splits = attention.decode_splits(count, config.kv_heads, self._context)
-            scratch = self._decode_scratch[count] = attention.DecodeScratch.of(
+            splits = attention.decode_splits(count, config.kv_heads, reach)
+            scratch = self._decode_scratch[count, reach] = attention.DecodeScratch.of(
                 count, config.heads, config.kv_heads, config.head_dim, splits, self.device
             )
 

@@ -127,7 +127,7 @@ class CudaRunner:
         longest = max(table.shape[1] for table in program.tables)
         self._buffers = [_Buffers(program, longest * len(program.tables)) for _ in range(IN_FLIGHT)]
         self._turn = 0
-        self._graphs: dict[tuple[int, bool, tuple[bool, bool]], Any] = {}
+        self._graphs: dict[tuple[int, int, bool, tuple[bool, bool]], Any] = {}
         self._sampler = Sampler(vocab_size)
         self._states: dict[int, SamplingState] = {}
         self._slot_of: dict[int, int] = {}
@@ -219,36 +219,41 @@ class CudaRunner:
         batch = min(batch, program.max_batch)
         words = program.ring[program.turn % RING].numpy()
         sampled, searches = self._write_fields(words, rows, slots, batch)
-        graph = self._graph((batch, sampled, searches))
+        reach = program.reach(max(row.offset for row in rows))
+        graph = self._graph((batch, reach, sampled, searches))
         ticket.tokens = program.results[program.turn % RING]
         if graph is None:
-            program.decode(batch, sampled=sampled, searches=searches)
+            program.decode(batch, reach=reach, sampled=sampled, searches=searches)
         else:
             graph.replay()
             program.turn += 1
 
-    def _graph(self, key: tuple[int, bool, tuple[bool, bool]]) -> Any:
+    def _graph(self, key: tuple[int, int, bool, tuple[bool, bool]]) -> Any:
         """The captured step for a batch size; `None` where nothing can be captured."""
         if not self._on_device:
             return None
         graph = self._graphs.get(key)
         if graph is None:
-            batch, sampled, searches = key
+            batch, reach, sampled, searches = key
             started = perf_counter()
             # Once as it is, which compiles what is new; the replay does it all again. Chained rows
             # read what sequences chose last, so that has to be put back.
             last = self.program.last.clone()
-            self.program.decode(batch, sampled=sampled, searches=searches)
+            self.program.decode(batch, reach=reach, sampled=sampled, searches=searches)
             self.program.last.copy_(last)
             torch.cuda.current_stream().synchronize()
             self.program.again()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self.program.decode(batch, sampled=sampled, searches=searches)
+                self.program.decode(batch, reach=reach, sampled=sampled, searches=searches)
             self.program.turn -= 1  # it was not run
             self._graphs[key] = graph
             telemetry.record(
-                "graph-captured", batch=batch, sampled=sampled, seconds=perf_counter() - started
+                "graph-captured",
+                batch=batch,
+                reach=reach,
+                sampled=sampled,
+                seconds=perf_counter() - started,
             )
         return graph
 
