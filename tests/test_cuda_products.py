@@ -150,9 +150,9 @@ def tensor_product(
     out = poisoned(rows + 1, weight.rows + 3)
     partial = poisoned(8, rows * weight.rows).view(-1)
     bias = bias if bias is None else bias.to(DEVICE)
-    tensor_cores.tensor_rows(
-        weight, x.half().to(DEVICE), out, partial, bias=bias, out_offset=2, config=config
-    )
+    # Column 4c + 2h + e of 16 is at 2c + 8h + e.
+    ordered = x.half().view(rows, -1, 4, 2, 2).transpose(2, 3).reshape(rows, -1).to(DEVICE)
+    tensor_cores.tensor_rows(weight, ordered, out, partial, bias=bias, out_offset=2, config=config)
     expected = product(x.half().double(), weight)
     if bias is not None:
         expected += bias.double().cpu()
@@ -167,10 +167,28 @@ def test_tensor_cores_give_the_product_of_rounded_weights(name: str, rows: int) 
     tensor_product(weight, activations(rows, weight.columns))
 
 
-@pytest.mark.parametrize("config", [(4, 64, 4, 1), (4, 64, 8, 4), (8, 128, 4, 2)])
+@pytest.mark.parametrize("config", [(4, 64, 4, 1, 0), (4, 64, 8, 4, 0), (8, 128, 4, 2, 0)])
 def test_tensor_cores_share_the_columns_of_a_row(config: Any) -> None:
     weight = weight_of("Q6_K", 70, 1280)
     tensor_product(weight, activations(17, 1280), config, activations(1, 70)[0])
+
+
+@pytest.mark.skipif(EMULATED, reason="needs a Hopper card")
+@pytest.mark.parametrize("rows", [5, 16, 33, 64, 100])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_copies_ahead_give_what_the_plain_kernel_gives(name: str, rows: int) -> None:
+    weight = weight_of(name, 130, 2048)
+    x = activations(rows, 2048).half().to(DEVICE)
+    sums = torch.empty(8 * rows * 130, device=DEVICE)
+    expected = poisoned(rows, 130)
+    tensor_cores.tensor_rows(weight, x, expected, sums, config=(4, 64, 4, 1, 0))
+    configs = tensor_cores.tensor_configs(weight, rows)
+    ahead = [config for config in configs if config[-1]]
+    assert ahead or torch.cuda.get_device_capability()[0] != 9
+    for config in ahead:
+        out = poisoned(rows, 130)
+        tensor_cores.tensor_rows(weight, x, out, sums, config=config)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_tensor_cores_refuse_too_few_places_for_sums() -> None:
@@ -178,7 +196,7 @@ def test_tensor_cores_refuse_too_few_places_for_sums() -> None:
     with pytest.raises(ValueError, match="4 splits of 9 rows"):
         tensor_cores.tensor_rows(
             weight, poisoned(9, 512).half(), poisoned(9, 64), poisoned(1, 64)[0],
-            config=(4, 64, 4, 4),
+            config=(4, 64, 4, 4, 0),
         )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from asyncllm.model.linear import Linear
 
 # Rows of which products read weights faster than they compute; and the most that tensor cores take.
-FEW_ROWS: Final = 8
+FEW_ROWS: Final = 4
 TENSOR_ROWS: Final = 64
 
 HALF: Final = torch.bfloat16  # of what dense products take: its range is float32's
@@ -72,7 +72,7 @@ class Rows:
 
     Attributes:
         quantised: int8 rows, for up to `FEW_ROWS` rows.
-        tensor: float16, for up to `TENSOR_ROWS` rows.
+        tensor: float16, `ordered` for the tensor cores, for up to `TENSOR_ROWS` rows.
         half: for more.
         full: float32, for as many as `tensor`: for weights in floating point.
     """
@@ -108,7 +108,7 @@ class Rows:
             return {"half": self.half[:count]}
         wanted: dict[str, Any] = {}
         if count > FEW_ROWS:
-            wanted["half"] = self.tensor[:count]
+            wanted |= {"half": self.tensor[:count], "ordered": True}
         else:
             wanted["quantised"] = self.few(count)
         if any(floats):

@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncllm.kernels.cuda.rows import (
     emulated,
+    in_order,
     launch_options,
     put_quantised,
     softcapped,
@@ -162,8 +163,8 @@ def _decode(
     xq, xd, xs, half, out, table_stride,
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, LINES: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
-    EMU: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ORDERED: tl.constexpr,
+    PDL: tl.constexpr, EMU: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -217,7 +218,7 @@ def _decode(
             acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             _put_heads(
                 acc, row + tl.zeros([LINES], tl.int64), kv_head * G + line, line < G,
-                xq, xd, xs, half, out, H, HD, P, LINES,
+                xq, xd, xs, half, out, H, HD, P, LINES, ORDERED,
             )  # fmt: skip
         else:
             # A place for each split of each line: [row, kv head, split, GP].
@@ -230,7 +231,7 @@ def _decode(
         none = tl.arange(0, LINES)
         _put_heads(
             tl.zeros([LINES, P], tl.float32), row + tl.zeros([LINES], tl.int64),
-            kv_head * G + none, none < G, xq, xd, xs, half, out, H, HD, P, LINES,
+            kv_head * G + none, none < G, xq, xd, xs, half, out, H, HD, P, LINES, ORDERED,
         )  # fmt: skip
 
 
@@ -239,7 +240,7 @@ def _combine(
     slots, positions, partial, peaks, xq, xd, xs, half, out,
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, SC: tl.constexpr,
-    WINDOW: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What the splits of one head of a row have seen, together."""
     if PDL:
@@ -274,7 +275,7 @@ def _combine(
     nothing = tl.zeros([1], tl.int64)
     _put_heads(
         result[None, :], row + nothing, head + tl.zeros([1], tl.int32), nothing == 0,
-        xq, xd, xs, half, out, H, HD, P, 1,
+        xq, xd, xs, half, out, H, HD, P, 1, ORDERED,
     )  # fmt: skip
 
 
@@ -282,13 +283,15 @@ def _combine(
 def _put_heads(
     v, row, head, keep, xq, xd, xs, half, out,
     H: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, LINES: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """Write lines [LINES, P], each a head of a row, in every form that is asked for."""
     i = tl.arange(0, P)
     inside = keep[:, None] & (i < HD)[None, :]
     at = (row * H + head)[:, None] * HD + i[None, :]
     if half is not None:
-        tl.store(half + at, to_half(v, half), mask=inside)
+        placed = (row * H + head)[:, None] * HD + in_order(i, ORDERED)[None, :]
+        tl.store(half + placed, to_half(v, half), mask=inside)
     if out is not None:
         tl.store(out + at, v, mask=inside)
     if xq is not None:
@@ -365,6 +368,7 @@ def decode(
     cap: float = 0.0,
     quantised: Quantised | None = None,
     half: Tensor | None = None,
+    ordered: bool = False,
     out: Tensor | None = None,
     tile: int | None = None,
     pdl: bool = False,
@@ -386,6 +390,7 @@ def decode(
         cap: softcap of the scores; 0: none.
         quantised: the result as int8 rows of heads * head_dim; head_dim is a multiple of 32.
         half: the result as float16 or bfloat16.
+        ordered: `half` is for `tensor_rows`, its columns in that order.
         out: the result as float32.
         tile: keys taken at a time, a power of two.
         pdl: programmatic dependent launch.
@@ -400,7 +405,8 @@ def decode(
     forms = (*_planes(quantised, head_dim), half, out)
     shape = {
         "H": heads, "KH": kv_heads, "HD": head_dim, "P": padded, "G": group, "GP": grouped,
-        "BK": size, "SPLITS": splits, "WINDOW": window or 0, "PDL": pdl, **launch_options(pdl),
+        "BK": size, "SPLITS": splits, "WINDOW": window or 0, "ORDERED": ordered,
+        "PDL": pdl, **launch_options(pdl),
     }  # fmt: skip
     _decode[(splits, kv_heads, rows)](
         q, keys, values, tables, rings, slots, positions, scratch.partial, scratch.peaks,
@@ -421,7 +427,8 @@ def _prefill(
     q, keys, values, tables, rings, spans, xq, xd, xs, half, out, table_stride,
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr, EMU: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
+    EMU: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -482,7 +489,7 @@ def _prefill(
             KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True, EMU,
         )  # fmt: skip
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        _put_heads(acc, row, head, keep, xq, xd, xs, half, out, H, HD, P, BQ)
+        _put_heads(acc, row, head, keep, xq, xd, xs, half, out, H, HD, P, BQ, ORDERED)
 
 
 def prefill(
@@ -498,6 +505,7 @@ def prefill(
     cap: float = 0.0,
     quantised: Quantised | None = None,
     half: Tensor | None = None,
+    ordered: bool = False,
     out: Tensor | None = None,
     lines: int | None = None,
     tile: int | None = None,
@@ -519,6 +527,7 @@ def prefill(
         cap: softcap of the scores; 0: none.
         quantised: the result as int8 rows of heads * head_dim; head_dim is a multiple of 32.
         half: the result as float16 or bfloat16.
+        ordered: `half` is for `tensor_rows`, its columns in that order.
         out: the result as float32. Rows of no chunk are not written in any form.
         lines: rows times heads of a program, a power of two.
         tile: keys taken at a time, a power of two.
@@ -536,7 +545,7 @@ def prefill(
         q, keys, values, tables, rings, spans, xq, xd, xs, half, out, tables.stride(0),
         H=heads, KH=kv_heads, HD=head_dim, P=padded, G=group, GP=grouped,
         BQ=lines, BT=keys.shape[1], BK=tile or (64 if padded <= 128 else 32),
-        WINDOW=window or 0, CAP=float(cap), PDL=pdl, EMU=emulated(),
+        WINDOW=window or 0, CAP=float(cap), ORDERED=ordered, PDL=pdl, EMU=emulated(),
         num_warps=warps or (8 if lines >= 128 else 4), num_stages=stages, **launch_options(pdl),
     )  # fmt: skip
 

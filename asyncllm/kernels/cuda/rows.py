@@ -85,12 +85,20 @@ def to_half(v, half):
 
 
 @triton.jit
-def _put(v, row, block, keep, xq, xd, xs, half, out, K: tl.constexpr):
+def in_order(column, ORDERED: tl.constexpr):
+    """Where a column is put: in ordered rows column 4c + 2h + e of 16 is at 2c + 8h + e."""
+    if ORDERED:
+        column = column // 16 * 16 + column // 2 % 2 * 8 + column // 4 % 4 * 2 + column % 2
+    return column
+
+
+@triton.jit
+def _put(v, row, block, keep, xq, xd, xs, half, out, K: tl.constexpr, ORDERED: tl.constexpr):
     """Write runs of 32 columns, float32 [N, 32], in every form that is asked for."""
     column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = keep[:, None] & (column < K)
     if half is not None:
-        tl.store(half + row * K + column, to_half(v, half), mask=inside)
+        tl.store(half + row * K + in_order(column, ORDERED), to_half(v, half), mask=inside)
     if out is not None:
         tl.store(out + row * K + column, v, mask=inside)
     if xq is not None:
@@ -105,7 +113,8 @@ def _total(v):
 @triton.jit
 def _norm(
     x, weight, added, post_weight, into, xq, xd, xs, half, out, eps,
-    D: tl.constexpr, B: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, B: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -152,7 +161,7 @@ def _norm(
     keep = block * 32 < D
     if PARTS > 1:
         keep &= own < per
-    _put(v, row, block, keep, xq, xd, xs, half, out, D)
+    _put(v, row, block, keep, xq, xd, xs, half, out, D, ORDERED)
 
 
 def norm(
@@ -162,6 +171,7 @@ def norm(
     *,
     quantised: Quantised | None = None,
     half: Tensor | None = None,
+    ordered: bool = False,
     out: Tensor | None = None,
     added: Tensor | None = None,
     post_weight: Tensor | None = None,
@@ -178,6 +188,7 @@ def norm(
         eps: added to the mean square.
         quantised: the result as int8 rows; D is a multiple of 32.
         half: the result as float16 or bfloat16 [M, D].
+        ordered: `half` is for `tensor_rows`, its columns in that order; D is a multiple of 16.
         out: the result as float32 [M, D].
         added: float32 [M, D], added to `x` first.
         post_weight: float32 [D]: what is added is normed by it before.
@@ -199,7 +210,7 @@ def norm(
         x, weight, added, post_weight, into if added is not None else None,
         xq, xd, xs, half, out, eps,
         D=width, B=triton.next_power_of_2(blocks),
-        S=triton.next_power_of_2(triton.cdiv(blocks, parts)), PARTS=parts, PDL=pdl,
+        S=triton.next_power_of_2(triton.cdiv(blocks, parts)), PARTS=parts, ORDERED=ordered, PDL=pdl,
         num_warps=warps or warps_for(width, 512), **launch_options(pdl),
     )  # fmt: skip
 
@@ -231,7 +242,7 @@ def quantise(
 @triton.jit
 def _gate(
     gate_up, xq, xd, xs, half, out,
-    F: tl.constexpr, S: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, S: tl.constexpr, SILU: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -248,7 +259,7 @@ def _gate(
     else:
         # 0.5 (1 + tanh(y)) is sigmoid(2 y), here with y = sqrt(2 / pi) (x + 0.044715 x^3).
         v = gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    _put(v * up, row, block, block * 32 < F, xq, xd, xs, half, out, F)
+    _put(v * up, row, block, block * 32 < F, xq, xd, xs, half, out, F, ORDERED)
 
 
 def gate(
@@ -257,6 +268,7 @@ def gate(
     *,
     quantised: Quantised | None = None,
     half: Tensor | None = None,
+    ordered: bool = False,
     out: Tensor | None = None,
     blocks: int = 8,
     pdl: bool = False,
@@ -269,6 +281,7 @@ def gate(
         activation: `"silu"` or `"gelu_tanh"`.
         quantised: the result as int8 rows; F is a multiple of 32.
         half: the result as float16 or bfloat16 [M, F].
+        ordered: as in `norm`.
         out: the result as float32 [M, F].
         blocks: runs of 32 columns a program does, a power of two.
         pdl: programmatic dependent launch.
@@ -278,7 +291,7 @@ def gate(
     xq, xd, xs = _planes(quantised, width)
     _gate[(rows, triton.cdiv(width, 32 * blocks))](
         gate_up, xq, xd, xs, half, out,
-        F=width, S=blocks, SILU=activation == "silu", PDL=pdl,
+        F=width, S=blocks, SILU=activation == "silu", ORDERED=ordered, PDL=pdl,
         num_warps=warps, **launch_options(pdl),
     )  # fmt: skip
 

@@ -4,6 +4,9 @@ A program owns BN rows of the weight and goes along their columns S sub-blocks a
 next step's words already asked for. Eight rows of four sub-blocks belong to a warp: so much of a
 row is read at once as memory gives, and what is written for the tensor cores meets no bank twice.
 Where the programs would be too few, several share the columns of a row and a second kernel adds up.
+
+On Hopper cards `pipelined.py` does the same faster, for the formats that it knows; this one is what
+it is tested against, and runs everywhere.
 """
 
 # ruff: noqa: RUF005
@@ -12,8 +15,11 @@ Where the programs would be too few, several share the columns of a row and a se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,8 +35,9 @@ from asyncllm.kernels.cuda.spelling import (
 )
 from asyncllm.kernels.cuda.weights import DeviceWeight
 
-Config = tuple[int, int, int, int]
-"""Warps, rows of the weight of a program, sub-blocks of a step, splits along the columns."""
+Config = tuple[int, int, int, int, int]
+"""Warps, rows of the weight of a program, sub-blocks of a step, splits along the columns, and steps
+that are copied ahead; 0 there means the plain kernel."""
 
 # Bytes 0, 1 and 2, 3 of a word as float16, less an offset, times a scale, plus a minimum: a byte
 # under the exponent of 1024 is 1024 and itself. The rest of the operands are pairs of float16.
@@ -142,6 +149,7 @@ def _tensor_rows(
     first = tl.program_id(2) * EACH
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k = tl.arange(0, 32 * S)
+    place = k // 16 * 16 + k // 2 % 2 * 8 + k // 4 % 4 * 2 + k % 2
     # Beyond the last column activations are 0, and whatever weights are read again are finite.
     sub = tl.minimum(first * S + at, SUBS - 1)
     sub2 = tl.minimum(first * S + at2, SUBS - 1) * 2 + i2 % 2
@@ -153,7 +161,7 @@ def _tensor_rows(
     await_inputs(PDL)
     line = x + m[None, :] * x_stride
     used = (m < M)[None, :]
-    column = (first * (32 * S) + k)[:, None]
+    column = (first * (32 * S) + place)[:, None]
     xs = tl.load(line + column, mask=used & (column < K), other=0.0)
     acc = tl.zeros([BN, BM], tl.float32)
     for number in range(EACH):
@@ -164,7 +172,7 @@ def _tensor_rows(
         sub4 = tl.max_contiguous(tl.multiple_of(sub4, 4), 4)
         sub2 = tl.max_contiguous(tl.multiple_of(sub2, 2), 2)
         coming = _load(codes, upper, scales, supers, row, sub, row4, sub4, row2, sub2, SUBS, FORM)
-        column = (following * (32 * S) + k)[:, None]
+        column = (following * (32 * S) + place)[:, None]
         next_xs = tl.load(line + column, mask=used & (column < K), other=0.0)
         words = spell(part, L, FORM, EMU)
         # Scales, and super-scales where there are any, come last.
@@ -233,27 +241,55 @@ def _add_splits(
 
 def tensor_configs(weight: DeviceWeight, rows: int) -> list[Config]:
     """What is worth timing for a weight and a number of rows of activations."""
-    found = []
-    for warps, owned, step in ((4, 64, 4), (4, 64, 8), (4, 128, 4), (8, 128, 4), (8, 128, 8)):
-        programs = triton.cdiv(weight.rows, owned)
+    found: list[Config] = []
+    plain = ((4, 64, 4, 0), (4, 64, 8, 0), (4, 128, 4, 0), (8, 128, 4, 0), (8, 128, 8, 0))
+    ahead = ((4, 64, 4, 3), (4, 64, 4, 4), (4, 128, 4, 3), (8, 128, 4, 4), (4, 64, 8, 3))
+    for warps, owned, step, stages in (*(ahead if _can_copy_ahead(weight) else ()), *plain):
+        programs, steps = triton.cdiv(weight.rows, owned), triton.cdiv(weight.columns // 32, step)
+        if stages and weight.columns // 32 % step:
+            continue
         for splits in (1, 2, 4, 8):
-            steps = triton.cdiv(weight.columns // 32, step)
             # Shares of columns are for matrices of few rows, and each has some steps to do.
-            if splits == 1 or (programs * splits <= 1200 and steps >= 4 * splits):
-                found.append((warps, owned, step, splits))
+            wanted = programs * splits <= 1200 and steps >= 4 * splits
+            if splits == 1 or (wanted and not (stages and steps % splits)):
+                found.append((warps, owned, step, splits, stages))
     return found
 
 
 def tensor_default(weight: DeviceWeight, rows: int) -> Config:
     """A configuration where nothing was timed: what was fastest for an 8B model on an H200."""
-    if weight.rows >= 16384:
-        return (8, 128, 4, 1) if rows <= 32 else (4, 128, 4, 1)
-    step, owned = (8, 64) if rows <= 32 else (4, 128)
+    stages = 3 if _can_copy_ahead(weight) else 0
+    if stages:
+        warps, owned, step = 4, 64, 8 if rows <= 32 and weight.columns % 256 == 0 else 4
+    elif weight.rows >= 16384:
+        warps, owned, step = 8 if rows <= 32 else 4, 128, 4
+    else:
+        warps, owned, step = (4, 64, 8) if rows <= 32 else (4, 128, 4)
     splits = 1
     programs, steps = triton.cdiv(weight.rows, owned), triton.cdiv(weight.columns // 32, step)
     while splits < 8 and programs * splits <= 200 and steps >= 8 * splits:
+        if stages and steps % (2 * splits):
+            break
         splits *= 2
-    return 4, owned, step, splits
+    return warps, owned, step, splits, stages
+
+
+def _can_copy_ahead(weight: DeviceWeight) -> bool:
+    """Whether `pipelined.py` knows the weight's format, and the card is one that it is for."""
+    layout, device = weight.layout, weight.planes["scales"].device
+    if EMULATED or layout is None or device.type != "cuda":
+        return False
+    known = layout.bits >= 4 and layout.table is None and weight.columns % 128 == 0
+    if layout.scale == "super":
+        known &= layout.group == (32 if layout.minimum else 16)
+    return known and layout.scale != "exponent" and _is_hopper(device.index or 0)
+
+
+@lru_cache
+def _is_hopper(device: int) -> bool:
+    if find_spec("triton.experimental.gluon") is None:
+        return False
+    return bool(torch.cuda.get_device_capability(device)[0] == 9)
 
 
 def most_partial_sums(weights: Sequence[DeviceWeight], rows: int) -> int:
@@ -282,7 +318,7 @@ def tensor_rows(
 
     Args:
         weight: [outputs, columns], of a block format.
-        x: float16 [rows, columns].
+        x: float16 [rows, columns], `ordered` as `rows.norm` and others write them.
         out: float32 [rows, at least out_offset + outputs]; written from column out_offset on.
         partial: float32, flat, of `most_partial_sums`.
         bias: float32 [outputs], added.
@@ -299,7 +335,7 @@ def tensor_rows(
             f"{list(x.shape)} by [{weight.rows}, {weight.columns}] does not go into "
             f"{list(out.shape)}"
         )
-    warps, owned, step, splits = config or tensor_default(weight, rows)
+    warps, owned, step, splits, stages = config or tensor_default(weight, rows)
     if splits > 1 and partial.numel() < splits * rows * weight.rows:
         raise ValueError(f"{splits} splits of {rows} rows: {partial.numel()} partial sums")
     target = out[:rows, out_offset : out_offset + weight.rows]
@@ -308,21 +344,29 @@ def tensor_rows(
     launch: dict[str, Any] = {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
     some_bias = target if bias is None else bias
     alone = splits == 1
-    _tensor_rows[(triton.cdiv(weight.rows, owned), triton.cdiv(rows, block_rows), splits)](
+    grid = (triton.cdiv(weight.rows, owned), triton.cdiv(rows, block_rows), splits)
+    arguments = (
         *(*form.planes, x, some_bias, target if alone else partial, weight.rows, rows),
         *(x.stride(0), out.stride(0) if alone else weight.rows, rows * weight.rows),
-        K=columns,
-        BN=owned,
-        BM=block_rows,
-        S=step,
-        SPLITS=splits,
-        BIAS=alone and bias is not None,
-        FORM=form.traits,
-        EMU=EMULATED,
-        num_warps=warps,
-        num_stages=1,
-        **launch,
     )
+    traits: dict[str, Any] = {
+        "K": columns,
+        "BN": owned,
+        "BM": block_rows,
+        "S": step,
+        "SPLITS": splits,
+        "BIAS": alone and bias is not None,
+        "FORM": form.traits,
+        "num_warps": warps,
+        **launch,
+    }
+    if stages:
+        from asyncllm.kernels.cuda import pipelined
+
+        where = pipelined.layouts(owned, step, warps)
+        pipelined.tensor_rows_kernel[grid](*arguments, STAGES=stages, **traits, **where)
+    else:
+        _tensor_rows[grid](*arguments, EMU=EMULATED, num_stages=1, **traits)
     if not alone:
         _add_splits[(triton.cdiv(weight.rows, 512), rows)](
             *(partial, some_bias, target, weight.rows, rows, out.stride(0)),
