@@ -37,7 +37,8 @@ async def run(options: argparse.Namespace) -> str:
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as found:
             await decode(engine, prompts, workload.tokens)
-    return found.key_averages().table(sort_by="cuda_time_total", row_limit=25)
+    table: str = found.key_averages().table(sort_by="cuda_time_total", row_limit=25)
+    return table
 
 
 def main() -> None:
