@@ -222,7 +222,7 @@ def test_a_blocked_loop_finds_its_tokens_waiting(checkpoint: Path) -> None:
             free = engine.stats().steps - steps
             await generation.cancel()
             await outputs.ended()
-        assert blocked > 0.5 * free > 50
+        assert blocked > 0.5 * free > 20
         assert waited > 0.9 * blocked  # all that came meanwhile are one chunk
 
     run(test())
