@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncllm import bench
+from asyncllm import bench, synthetic
 from asyncllm.engine import AsyncEngine
 from asyncllm.errors import AsyncLLMError, RequestError
 from asyncllm.generation import Generation
@@ -27,6 +27,19 @@ OPTION_FLAGS: dict[str, type] = {
     "device": str,
     "dtype": str,
     "threads": int,
+}
+# What `bench` takes lists of, and numbers with their defaults.
+BENCH_NUMBERS = {
+    "threads": "measure with each of these numbers of threads",
+    "batches": "decode with so many sequences at once",
+    "depths": "each batch with so many tokens in each sequence before (default 0)",
+    "prompts": "prompts of so many tokens",
+}
+BENCH_COUNTS: dict[str, tuple[int | None, str]] = {
+    "rounds": (3, "times that each is measured (default 3)"),
+    "tokens": (128, "of one sequence, and of each of a batch (default 128)"),
+    "sequences": (None, "at once, with half as many tokens each (default 8)"),
+    "prompt_tokens": (None, "of the long prompt (default 512)"),
 }
 BENCH_FLAGS: dict[str, type] = {"device": str, "dtype": str}
 SAMPLING_FLAGS: dict[str, type] = {
@@ -105,34 +118,35 @@ def _info_parser() -> argparse.ArgumentParser:
 
 
 def _bench_parser() -> argparse.ArgumentParser:
-    defaults = {field.name: field.default for field in dataclasses.fields(bench.Settings)}
     parser = argparse.ArgumentParser(
         prog="asyncllm bench",
         description="Measure tokens per second through the public API: one sequence, several at "
-        "once, and a long prompt that no cache knows.",
+        "once, and a long prompt that no cache knows; on a GPU, batches and prompts of several "
+        "sizes.",
     )
-    parser.add_argument("model", metavar="MODEL", help="a GGUF file")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a GGUF file")
     parser.add_argument(
-        "--threads",
-        type=_numbers,
-        action="extend",
-        default=[],
-        metavar="N[,N]",
-        help="measure with each of these numbers of threads",
+        "--synthetic",
+        metavar="NAME",
+        help=f"instead of MODEL, one that is made: {', '.join(synthetic.SHAPES)}",
     )
-    for name, what in (
-        ("rounds", "times that each is measured"),
-        ("tokens", "of the one sequence; each of several gets half as many"),
-        ("sequences", "at once"),
-        ("prompt_tokens", "of the long prompt"),
-    ):
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="where what --synthetic makes stays"
+    )
+    for name, what in BENCH_NUMBERS.items():
         parser.add_argument(
-            "--" + name.replace("_", "-"),
-            type=int,
-            default=defaults[name],
-            metavar="N",
-            help=f"{what} (default {defaults[name]})",
+            f"--{name}", type=_numbers, action="extend", default=[], metavar="N[,N]", help=what
         )
+    for name, (default, what) in BENCH_COUNTS.items():
+        parser.add_argument(
+            "--" + name.replace("_", "-"), type=int, default=default, metavar="N", help=what
+        )
+    parser.add_argument(
+        "--allocations", action="store_true", help="count what decoding allocates on a GPU"
+    )
+    parser.add_argument(
+        "--reload", action="store_true", help="load the model a second time, and time that"
+    )
     parser.add_argument(
         "--vs-llamacpp",
         nargs="?",
@@ -297,13 +311,18 @@ async def _info(arguments: argparse.Namespace) -> int:
 
 
 async def _bench(arguments: argparse.Namespace) -> int:
+    if (arguments.model is None) == (arguments.synthetic is None):
+        raise bench.BenchError("model: give either MODEL or --synthetic NAME")
+    if arguments.keep is not None and arguments.synthetic is None:
+        raise bench.BenchError("keep: only what --synthetic makes can be kept")
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in BENCH_COUNTS}
+    for name in BENCH_NUMBERS:
+        given[name] = tuple(dict.fromkeys(getattr(arguments, name)))
     settings = bench.Settings(
-        model=Path(arguments.model),
-        threads=tuple(dict.fromkeys(arguments.threads)),
-        rounds=arguments.rounds,
-        tokens=arguments.tokens,
-        sequences=arguments.sequences,
-        prompt_tokens=arguments.prompt_tokens,
+        model=Path(arguments.model or arguments.synthetic),
+        **given,
+        allocations=arguments.allocations,
+        reload=arguments.reload,
         llamacpp=arguments.vs_llamacpp,
         llamacpp_model=arguments.llamacpp_model,
         options=EngineOptions().updated(_given(arguments, BENCH_FLAGS)),
@@ -313,7 +332,12 @@ async def _bench(arguments: argparse.Namespace) -> int:
         if sys.stderr.isatty():
             print(f"\033[K{what}", end="\r", file=sys.stderr, flush=True)
 
-    report = await bench.bench(settings, say=say)
+    if arguments.synthetic is None:
+        report = await bench.bench(settings, say=say)
+    else:
+        made = bench.synthetic_checkpoint(arguments.synthetic, arguments.keep, say)
+        async with made as model:
+            report = await bench.bench(dataclasses.replace(settings, model=model), say=say)
     say("")
     if arguments.json:
         print(json.dumps(report.as_dict(), indent=2))

@@ -125,6 +125,8 @@ class EngineThread:
         self._events: list[Event] = []
         self._outstanding: Ticket | None = None
         self._closing = False
+        self._host_s = 0.0
+        self._waited_s = 0.0  # in this turn
         self._received = self._finished = self._cancelled = self._failed = 0
         self._parts: Parts | None = None
         self._published: dict[str, Any] = {}
@@ -203,6 +205,7 @@ class EngineThread:
         self._published = {
             "received": self._received,
             "steps": self.stats.steps,
+            "host_s": self.stats.host_s,
             "finished": self._finished,
             "cancelled": self._cancelled,
             "failed": self._failed,
@@ -211,11 +214,15 @@ class EngineThread:
 
     def _loop(self) -> None:
         while True:
+            started = time.perf_counter()
             busy = self._scheduler.has_work or self._outstanding is not None
             self._take_commands(wait=not busy)
+            if not busy:  # what went by until a command came is nobody's work
+                started = time.perf_counter()
             if self.should_stop() or self._mailbox.is_gone():
                 return
             self._expire()
+            self._waited_s = 0.0
             if self._scheduler.has_work or self._outstanding is not None:
                 try:
                     self._step()
@@ -224,6 +231,7 @@ class EngineThread:
             self._publish()
             if not self._post():
                 return
+            self._host_s += time.perf_counter() - started - self._waited_s
 
     @property
     def _loaded(self) -> Parts:
@@ -354,6 +362,7 @@ class EngineThread:
 
     def _finish(self, ticket: Ticket) -> None:
         result = self._runner.collect(ticket)
+        self._waited_s += result.waited_s
         self._take_commands(wait=False)  # a request cancelled during the step has no results
         texts: dict[int, str] = {}
         stops: dict[int, str] = {}
@@ -429,6 +438,7 @@ class EngineThread:
             "cancelled": self._cancelled,
             "failed": self._failed,
             "steps": scheduler.steps,
+            "host_s": self._host_s,
             "kv_blocks_total": total,
             "kv_blocks_used": used,
             "kv_blocks_cached": cached,

@@ -98,6 +98,9 @@ class EngineStats:
         cancelled: requests cancelled or timed out.
         failed: requests that ended by an error of their own.
         steps: steps executed.
+        host_s: seconds the engine thread worked while there was something to run, without those in
+            which it waited for a device (on a CPU: in which it ran a step). It includes waiting for
+            the interpreter's lock, and is a turn of the thread behind `steps`.
         kv_blocks_total: blocks the pool holds now, all layer groups summed.
         kv_blocks_used: blocks held by live sequences.
         kv_blocks_cached: blocks kept for reuse, free on demand.
@@ -131,6 +134,7 @@ class EngineStats:
     cancelled: int = 0
     failed: int = 0
     steps: int = 0
+    host_s: float = 0.0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
     kv_blocks_cached: int = 0

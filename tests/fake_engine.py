@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from asyncllm.engine import EngineLoading
@@ -14,7 +15,7 @@ from asyncllm.kv.blocks import KvCache
 from asyncllm.options import EngineOptions, SamplingParams
 from asyncllm.scheduler.chunking import ChunkPolicy
 from asyncllm.scheduler.scheduler import Scheduler
-from asyncllm.scheduler.step import LayerGroup, StepInterrupted, StepPlan
+from asyncllm.scheduler.step import LayerGroup, StepInterrupted, StepPlan, StepResult
 from tests.fake_runner import END, VOCABULARY, FakeRunner
 
 INFO = ModelInfo(
@@ -92,6 +93,9 @@ class SlowRunner(FakeRunner):
             if self.should_stop():
                 raise StepInterrupted
         return super().submit(plan)
+
+    def collect(self, ticket: int) -> StepResult:
+        return replace(super().collect(ticket), waited_s=self.step_s)
 
     def close(self) -> None:
         self.closed = True

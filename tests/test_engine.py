@@ -516,3 +516,14 @@ async def test_a_prompt_encoded_before_its_announcement_is_read_runs_once() -> N
         assert [len((await chat).token_ids) for chat in chats] == [3] * 5
         await other.cancel()
         assert engine.stats().kv_blocks_used == 0
+
+
+async def test_host_time_leaves_out_what_the_device_takes() -> None:
+    for ahead in (False, True):
+        async with FakeModel(step_s=0.01, ahead=ahead).load() as engine:
+            await engine.generate(PROMPT, max_tokens=20, ignore_eos=True)
+            await asyncio.sleep(0.05)  # idle time is nobody's work either
+            await engine.generate(PROMPT, max_tokens=1)
+            stats = engine.stats()
+            assert stats.steps >= 21
+            assert 0 < stats.host_s / stats.steps < 0.01

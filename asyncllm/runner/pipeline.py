@@ -92,6 +92,7 @@ class _Ticket:
         started: when it was submitted.
         host: rows that the host chooses for, with their logits on the way to it.
         scores: log-probabilities of prompts, by row.
+        waited_s: how long the host waited for it.
         results: once it is finished.
     """
 
@@ -102,6 +103,7 @@ class _Ticket:
     started: float
     host: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    waited_s: float = 0.0
     results: dict[int, Sampled | Exception] | None = None
 
 
@@ -165,6 +167,7 @@ class CudaRunner:
                 for index, row in enumerate(ticket.rows)
             ),
             self._since(ticket),
+            waited_s=ticket.waited_s,
         )
 
     def _since(self, ticket: _Ticket) -> float:
@@ -317,7 +320,9 @@ class CudaRunner:
         if ticket.results is not None:
             return ticket.results
         if ticket.rows and ticket.buffers.event is not None:
+            started = perf_counter()
             ticket.buffers.event.synchronize()
+            ticket.waited_s = perf_counter() - started
         tokens = ticket.tokens[: len(ticket.wanting)].tolist() if ticket.wanting else []
         results: dict[int, Sampled | Exception] = {}
         for index, token in zip(ticket.wanting, tokens, strict=True):

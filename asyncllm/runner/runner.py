@@ -100,7 +100,8 @@ class StepRunner:
             for copy in plan.copies:
                 self._pool.copy(copy.group, copy.source, copy.target)
             rows = self._run(plan.rows) if plan.rows else ()
-        return StepResult(rows, perf_counter() - started)
+        seconds = perf_counter() - started
+        return StepResult(rows, seconds, waited_s=seconds)
 
     def collect(self, ticket: StepResult) -> StepResult:
         return ticket

@@ -124,11 +124,20 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results in the order of the plan's rows, and what was measured."""
+    """Results in the order of the plan's rows, and what was measured.
+
+    Attributes:
+        rows: results.
+        model_s: seconds that the step took.
+        launch_failures: kernels that failed and were replaced.
+        waited_s: seconds of the engine thread that went by while the step was computed: waiting for
+            a device, or computing where the processor is the device.
+    """
 
     rows: tuple[RowResult, ...]
     model_s: float
     launch_failures: tuple[str, ...] = ()
+    waited_s: float = 0.0
 
 
 class StepInterrupted(Exception):
