@@ -161,6 +161,7 @@ def _build(
                 dtype=kv_dtype,
                 device=backend.device,
             )
+            unfinished.callback(pool.close)
         with stages.stage("kernels"):
             runner = backend.runner(
                 causal_lm,
@@ -277,11 +278,14 @@ def _generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _throwaway_steps(runner: Runner, pool: KvPool, rows: int) -> None:
-    """A chunk and some decode steps into the null blocks, so that no request is the first."""
+    """A chunk and some decode steps into block 0, so that no request is the first.
+
+    Nobody has been given a block yet; what is left there is not read before it is written.
+    """
     params = SamplingParams().resolved({})
     spec = SamplingSpec(params, 0, 0, (0,) * rows, frozenset())
     blocks = -(-(rows + 1) // pool.block_tokens)
-    tables = tuple((pool.null_block(group),) * blocks for group in range(len(pool.groups)))
+    tables = ((0,) * blocks,) * len(pool.groups)
     chunk = Row(-1, 0, 0, rows, spec.prompt_ids, False, tables, True, 0, spec)
     decode = replace(chunk, offset=rows, count=1, tokens=(0,), output_count=1)
     runner.collect(runner.submit(StepPlan((chunk,))))

@@ -62,8 +62,7 @@ class Device:
             dtype=torch.float16,
             device=str(DEVICE),
         )
-        for buffer in (*pool.keys.values(), *pool.values.values()):
-            buffer.fill_(torch.nan)
+        self.pool = pool
         self.program = CudaProgram(
             self.model,
             DeviceModel(self.model, DEVICE),
@@ -80,7 +79,7 @@ class Device:
             groups,
             block_tokens=BLOCK_TOKENS,
             max_chunk=CHUNK,
-            grow=self.runner.grow,
+            grow=self.grow,
             fingerprint=b"tiny",
             prefix_cache=True,
         )
@@ -92,6 +91,17 @@ class Device:
             decode_refusals=self.runner.decode_refusals,
         )
         self.modes: set[str] = set()
+
+    def grow(self, group: int, blocks: int) -> int:
+        """Blocks with NaN in them: what nobody has written must not be read."""
+        first = self.pool.granted[group]
+        granted = self.runner.grow(group, blocks)
+        for layer in self.pool.groups[group].layers:
+            for buffer in (self.pool.keys[layer], self.pool.values[layer]):
+                buffer[first : first + granted] = torch.nan
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()  # the runner has a stream of its own
+        return granted
 
     def request(self, prompt: Sequence[int], seed: int = 0, **params: object) -> Request:
         given = {"max_tokens": 4, "ignore_eos": True, "temperature": 0} | params

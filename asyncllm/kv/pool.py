@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import mmap
 import os
 from collections.abc import Sequence
@@ -9,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from asyncllm.errors import OptionsError
+from asyncllm import telemetry
+from asyncllm.errors import ModelLoadError, OptionsError
+from asyncllm.kv.device_memory import CudaDriver, DeviceMemoryError, GrowingBuffers
 from asyncllm.scheduler.step import LayerGroup
 
 if TYPE_CHECKING:
@@ -31,9 +35,13 @@ class KvPool:
     """For each layer one K and one V buffer, `[blocks, block_tokens, kv_heads, head_dim]`.
 
     On the CPU a buffer is a private anonymous map of the group's whole capacity. The system gives
-    it memory where it is first written, so the pool takes what is used and nothing ever moves. On a
-    GPU it is allocated whole. The block after the last, `null_block`, takes the writes of rows that
-    only pad a step.
+    it memory where it is first written, so the pool takes what is used and nothing ever moves. The
+    block after the last, `null_block`, takes the writes of rows that only pad a step.
+
+    On a GPU a buffer has the addresses of the whole capacity and memory for what is granted, in
+    pieces of some MiB; see `GrowingBuffers`. What is not granted must not be touched, and what is
+    has no content before it is written. There is no null block: kernels write nothing of rows that
+    only pad. Where the device has no virtual memory management buffers are allocated whole.
 
     Args:
         groups: layers that share block numbers, with their capacities.
@@ -48,8 +56,10 @@ class KvPool:
         keys: for each layer its K.
         values: for each layer its V.
         granted: for each group the blocks that may be used.
-        pool_bytes: bytes of the blocks granted so far.
         growths: how often blocks were granted.
+
+    Raises:
+        ModelLoadError: the device has not even memory for one block of each layer.
     """
 
     def __init__(
@@ -66,30 +76,73 @@ class KvPool:
         self.groups = tuple(groups)
         self.block_tokens = block_tokens
         self.granted = [0] * len(self.groups)
-        self.growths = self.pool_bytes = 0
+        self.growths = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        for group in self.groups:
-            shape = (group.capacity + 1, block_tokens, kv_heads, head_dim)
-            for layer in group.layers:
-                self.keys[layer] = _allocated(shape, dtype, device)
-                self.values[layer] = _allocated(shape, dtype, device)
+        self._block_shape = (block_tokens, kv_heads, head_dim)
+        self._buffer_block_bytes = math.prod(self._block_shape) * dtype.itemsize
+        self._growing: list[GrowingBuffers] = []  # for each group, where memory is mapped
+        driver = None if device == "cpu" else _driver(device)
+        try:
+            for group in self.groups:
+                buffers = self._buffers(group, dtype, driver)
+                self.keys |= zip(group.layers, buffers[::2], strict=True)
+                self.values |= zip(group.layers, buffers[1::2], strict=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def _buffers(
+        self, group: LayerGroup, dtype: torch.dtype, driver: CudaDriver | None
+    ) -> list[Tensor]:
+        """K and V of a group's first layer, of its second, and so on."""
+        count = 2 * len(group.layers)
+        blocks = group.capacity + (self._device == "cpu")  # there with the null block
+        shape = (blocks, *self._block_shape)
+        if driver is None:
+            return [_allocated(shape, dtype, self._device) for _ in range(count)]
+        growing = GrowingBuffers(driver, count, blocks * self._buffer_block_bytes)
+        self._growing.append(growing)
+        # What has memory torch can take for a tensor; and warm-up steps use block 0.
+        growing.extend(self._buffer_block_bytes, 0)
+        if growing.mapped_bytes < self._buffer_block_bytes:
+            raise ModelLoadError(
+                f"{self._device} has {driver.free_bytes()} bytes free: too few for {count} K and V "
+                f"buffers that start with {driver.piece_bytes} bytes each"
+            )
+        return [growing.tensor(index).view(dtype).view(shape) for index in range(count)]
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes taken: on the CPU those of the blocks granted so far."""
+        if self._growing:
+            return sum(growing.taken_bytes for growing in self._growing)
+        whole = [group.capacity for group in self.groups]
+        blocks = self.granted if self._device == "cpu" else whole
+        return sum(n * group.block_bytes for n, group in zip(blocks, self.groups, strict=True))
 
     def null_block(self, group: int) -> int:
-        """Number of the group's block for padding rows."""
+        """Number of the group's block for padding rows, on the CPU."""
         return self.groups[group].capacity
 
     def grow(self, group: int, blocks: int) -> int:
         """Grant up to `blocks` more blocks of a group, the next numbers; returns how many."""
         room = self.groups[group].capacity - self.granted[group]
-        granted = max(0, min(blocks, room))
-        if self._device == "cpu":  # where memory is only taken when it is written
-            free = max(0, available_bytes() - RESERVE_BYTES)
-            granted = min(granted, free // self.groups[group].block_bytes)
+        asked = max(0, min(blocks, room))
+        granted = min(asked, self._obtainable(group, asked)) if asked else 0
         self.granted[group] += granted
-        self.pool_bytes += granted * self.groups[group].block_bytes
         self.growths += granted > 0
         return granted
+
+    def _obtainable(self, group: int, blocks: int) -> int:
+        """For how many more blocks there is memory, once so many were asked for."""
+        if self._device == "cpu":  # where memory is only taken when it is written
+            return max(0, available_bytes() - RESERVE_BYTES) // self.groups[group].block_bytes
+        if not self._growing:
+            return blocks
+        growing, size = self._growing[group], self._buffer_block_bytes
+        growing.extend((self.granted[group] + blocks) * size, RESERVE_BYTES)
+        return growing.mapped_bytes // size - self.granted[group]
 
     def copy(self, group: int, source: int, target: int) -> None:
         """Copy a block in all layers of its group."""
@@ -98,9 +151,20 @@ class KvPool:
             self.values[layer][target] = self.values[layer][source]
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Let go of the memory, on a GPU when that is idle. Idempotent."""
         self.keys.clear()
         self.values.clear()
+        for growing in self._growing:
+            growing.close()
+
+
+def _driver(device: str) -> CudaDriver | None:
+    """What can map memory on a device; `None`: nothing can."""
+    try:
+        return CudaDriver(device)
+    except (DeviceMemoryError, OSError) as error:
+        telemetry.record("kv-pool-whole", level=logging.WARNING, device=device, error=str(error))
+        return None
 
 
 def _allocated(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -113,8 +177,6 @@ def _allocated(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tenso
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that take no memory before they are written."""
-    import math
-
     import torch
 
     nbytes = math.prod(shape) * dtype.itemsize
