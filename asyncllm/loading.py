@@ -209,8 +209,6 @@ def _refuse_what_is_not_there(options: EngineOptions) -> None:
     """Options for parts that do not exist yet are errors, not silently without effect."""
     if options.kv_store is not None:
         raise OptionsError(f"kv_store={options.kv_store!r}: there is no block store yet; use None")
-    if options.kv_dtype == "int8":
-        raise OptionsError('kv_dtype="int8": not there yet; accepted is a floating-point type')
     if options.dtype not in ("auto", "float32"):
         raise OptionsError(f'dtype={options.dtype!r}: accepted are "auto" and "float32" so far')
 
@@ -219,6 +217,10 @@ def _kv_dtype(options: EngineOptions, backend: Backend) -> torch.dtype:
     import torch
 
     name = backend.kv_dtype if options.kv_dtype == "auto" else options.kv_dtype
+    if name == "int8" and backend.device == "cpu":
+        raise OptionsError(
+            'kv_dtype="int8": not there yet on a CPU; accepted there is a floating-point type'
+        )
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncllm import AsyncEngine, synthetic
-from asyncllm.errors import ModelLoadError
+from asyncllm.errors import ModelLoadError, OptionsError
 from asyncllm.kv import device_memory
 from asyncllm.kv import pool as pool_module
 from asyncllm.kv.block_pool import BlockPool, Room
@@ -398,6 +398,32 @@ def test_a_pool_grants_what_all_layers_have_memory_for(fake: FakeDriver) -> None
     assert blocks.supply(1, True) is Room.READY
 
 
+def test_int8_has_its_scales_in_memory_that_grows_with_it(fake: FakeDriver) -> None:
+    group = LayerGroup(None, (0, 1, 2), 6 * (TOKENS * HEADS * WIDTH + 4 * TOKENS * HEADS), 20_000)
+    made = KvPool(
+        [group],
+        block_tokens=TOKENS,
+        kv_heads=HEADS,
+        head_dim=WIDTH,
+        dtype=torch.int8,
+        device="cuda:3",
+    )
+    assert made.keys[1].shape == (20_000, TOKENS, HEADS, WIDTH)
+    assert made.scales[1][0].shape == (20_000, HEADS, TOKENS)
+    assert lengths(fake.cuda) == [1] * 7
+    assert made.grow(0, 1024) == 1024  # 2 KiB of each K and V, 768 bytes of scales
+    assert lengths(fake.cuda) == [1] * 7
+    assert made.grow(0, 2000) == 2000
+    assert lengths(fake.cuda) == [2] + [3] * 6
+    fake.cuda.spare = 13  # two go to scales for 6000 more, so each K and V has one
+    assert made.grow(0, 6000) == 4 * 1024 - 3024
+    assert lengths(fake.cuda) == [4] * 7
+    assert made.grow(0, 1) == 0
+    assert made.pool_bytes == sum(lengths(fake.cuda)) * PIECE
+    made.close()
+    assert fake.cuda.is_empty
+
+
 def test_a_pool_keeps_the_reserve_free(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     made = gpu_pool(5000, 10)
     monkeypatch.setattr(pool_module, "RESERVE_BYTES", RESERVE_BYTES)
@@ -409,7 +435,7 @@ def test_a_pool_keeps_the_reserve_free(fake: FakeDriver, monkeypatch: pytest.Mon
 
 def test_a_pool_that_cannot_start_says_why_and_keeps_nothing(fake: FakeDriver) -> None:
     fake.cuda.spare = 5  # the second group's two buffers need one more
-    with pytest.raises(ModelLoadError, match=rf"cuda:3 has .* 2 K and V buffers .* {PIECE} bytes"):
+    with pytest.raises(ModelLoadError, match=rf"cuda:3 has .* 2 K/V buffers .* {PIECE} bytes"):
         gpu_pool(5000, 10)
     assert fake.cuda.is_empty
     fake.cuda.spare = 100
@@ -449,6 +475,17 @@ def test_a_load_that_fails_after_the_pool_was_made_closes_it(
     assert [len(pool.keys) for pool in pools] == [0]
 
 
+def test_int8_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    synthetic.write("tiny-q4_k_m", path)
+    for plain in (True, False):
+        options = EngineOptions(
+            device="cpu", kv_dtype="int8", widen_weights=plain, tune_dir=tmp_path
+        )
+        with pytest.raises(OptionsError, match=r'kv_dtype="int8": .* a floating-point type'):
+            build(path, options, Unhurried())
+
+
 # On a GPU
 
 
@@ -480,7 +517,7 @@ def test_growing_keeps_pointers_and_contents_and_closing_gives_memory_back() -> 
     before = free_bytes()
     made = gpu_pool(20_000, 600, device="cuda")
     assert made.grow(0, 3) == 3
-    assert before - free_bytes() <= 6 * PIECE + 4 * MIB
+    assert before - free_bytes() <= 6 * PIECE + 16 * MIB
     buffers = {("k", n): each for n, each in made.keys.items()}
     buffers |= {("v", n): each for n, each in made.values.items()}
     pointers = {name: each.data_ptr() for name, each in buffers.items()}
@@ -700,14 +737,15 @@ def test_blocks_beyond_two_to_the_31_elements_are_reached() -> None:
 
 
 @on_gpu
-def test_engines_share_a_device_and_give_their_memory_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_engines_share_a_device_and_give_their_memory_back(tmp_path: Path, kv_dtype: str) -> None:
     path = tmp_path / "tiny.gguf"
     synthetic.write("tiny-q4_k_m", path)
 
     async def run() -> list[tuple[int, ...]]:
         async with (
-            AsyncEngine.load(path, device="cuda") as first,
-            AsyncEngine.load(path, device="cuda") as second,
+            AsyncEngine.load(path, device="cuda", kv_dtype=kv_dtype) as first,
+            AsyncEngine.load(path, device="cuda", kv_dtype=kv_dtype) as second,
         ):
             outputs = []
             for engine in (first, second):

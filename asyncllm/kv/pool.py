@@ -43,6 +43,8 @@ class KvPool:
     has no content before it is written. There is no null block: kernels write nothing of rows that
     only pad. Where the device has no virtual memory management buffers are allocated whole.
 
+    K and V of int8 have a scale for each head of each token.
+
     Args:
         groups: layers that share block numbers, with their capacities.
         block_tokens: tokens in a block.
@@ -55,6 +57,8 @@ class KvPool:
         groups: as given.
         keys: for each layer its K.
         values: for each layer its V.
+        scales: for each layer those of K and of V, float32 `[blocks, kv_heads, block_tokens]`, a
+            block's scales of all layers side by side; empty unless the type is int8.
         granted: for each group the blocks that may be used.
         growths: how often blocks were granted.
 
@@ -79,44 +83,58 @@ class KvPool:
         self.growths = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self._block_shape = (block_tokens, kv_heads, head_dim)
-        self._buffer_block_bytes = math.prod(self._block_shape) * dtype.itemsize
-        self._growing: list[GrowingBuffers] = []  # for each group, where memory is mapped
-        driver = None if device == "cpu" else _driver(device)
+        self.scales: dict[int, tuple[Tensor, Tensor]] = {}
+        # For each group what has memory mapped to it, with the bytes of a block there.
+        self._growing: list[list[tuple[GrowingBuffers, int]]] = [[] for _ in self.groups]
+        self._driver = None if device == "cpu" else _driver(device)
         try:
-            for group in self.groups:
-                buffers = self._buffers(group, dtype, driver)
-                self.keys |= zip(group.layers, buffers[::2], strict=True)
-                self.values |= zip(group.layers, buffers[1::2], strict=True)
+            for index, group in enumerate(self.groups):
+                self._allocate(index, group, (block_tokens, kv_heads, head_dim), dtype)
         except BaseException:
             self.close()
             raise
 
-    def _buffers(
-        self, group: LayerGroup, dtype: torch.dtype, driver: CudaDriver | None
-    ) -> list[Tensor]:
-        """K and V of a group's first layer, of its second, and so on."""
+    def _allocate(
+        self, index: int, group: LayerGroup, block: tuple[int, int, int], dtype: torch.dtype
+    ) -> None:
+        import torch
+
         count = 2 * len(group.layers)
-        blocks = group.capacity + (self._device == "cpu")  # there with the null block
-        shape = (blocks, *self._block_shape)
+        if dtype == torch.int8:
+            # First, also when they grow: they are small, and K and V without them of no use.
+            tokens, heads, _ = block
+            (scales,) = self._buffers(index, 1, (count, heads, tokens), torch.float32)
+            for place, layer in enumerate(group.layers):
+                self.scales[layer] = scales[:, 2 * place], scales[:, 2 * place + 1]
+        buffers = self._buffers(index, count, block, dtype)
+        self.keys |= zip(group.layers, buffers[::2], strict=True)
+        self.values |= zip(group.layers, buffers[1::2], strict=True)
+
+    def _buffers(
+        self, index: int, count: int, block: tuple[int, ...], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Buffers for a group's blocks, each a block's shape for every block."""
+        blocks = self.groups[index].capacity + (self._device == "cpu")  # there with the null block
+        shape = (blocks, *block)
+        driver, block_bytes = self._driver, math.prod(block) * dtype.itemsize
         if driver is None:
             return [_allocated(shape, dtype, self._device) for _ in range(count)]
-        growing = GrowingBuffers(driver, count, blocks * self._buffer_block_bytes)
-        self._growing.append(growing)
+        growing = GrowingBuffers(driver, count, blocks * block_bytes)
+        self._growing[index].append((growing, block_bytes))
         # What has memory torch can take for a tensor; and warm-up steps use block 0.
-        growing.extend(self._buffer_block_bytes, 0)
-        if growing.mapped_bytes < self._buffer_block_bytes:
+        growing.extend(block_bytes, 0)
+        if growing.mapped_bytes < block_bytes:
             raise ModelLoadError(
-                f"{self._device} has {driver.free_bytes()} bytes free: too few for {count} K and V "
+                f"{self._device} has {driver.free_bytes()} bytes free: too few for {count} K/V "
                 f"buffers that start with {driver.piece_bytes} bytes each"
             )
-        return [growing.tensor(index).view(dtype).view(shape) for index in range(count)]
+        return [growing.tensor(number).view(dtype).view(shape) for number in range(count)]
 
     @property
     def pool_bytes(self) -> int:
         """Bytes taken: on the CPU those of the blocks granted so far."""
-        if self._growing:
-            return sum(growing.taken_bytes for growing in self._growing)
+        if self._driver is not None:
+            return sum(growing.taken_bytes for group in self._growing for growing, _ in group)
         whole = [group.capacity for group in self.groups]
         blocks = self.granted if self._device == "cpu" else whole
         return sum(n * group.block_bytes for n, group in zip(blocks, self.groups, strict=True))
@@ -138,24 +156,30 @@ class KvPool:
         """For how many more blocks there is memory, once so many were asked for."""
         if self._device == "cpu":  # where memory is only taken when it is written
             return max(0, available_bytes() - RESERVE_BYTES) // self.groups[group].block_bytes
-        if not self._growing:
+        if self._driver is None:
             return blocks
-        growing, size = self._growing[group], self._buffer_block_bytes
-        growing.extend((self.granted[group] + blocks) * size, RESERVE_BYTES)
-        return growing.mapped_bytes // size - self.granted[group]
+        wanted = self.granted[group] + blocks
+        for growing, size in self._growing[group]:
+            growing.extend(wanted * size, RESERVE_BYTES)
+        there = min(growing.mapped_bytes // size for growing, size in self._growing[group])
+        return there - self.granted[group]
 
     def copy(self, group: int, source: int, target: int) -> None:
         """Copy a block in all layers of its group."""
         for layer in self.groups[group].layers:
             self.keys[layer][target] = self.keys[layer][source]
             self.values[layer][target] = self.values[layer][source]
+            for scales in self.scales.get(layer, ()):
+                scales[target] = scales[source]
 
     def close(self) -> None:
         """Let go of the memory, on a GPU when that is idle. Idempotent."""
         self.keys.clear()
         self.values.clear()
-        for growing in self._growing:
-            growing.close()
+        self.scales.clear()
+        for group in self._growing:
+            for growing, _ in group:
+                growing.close()
 
 
 def _driver(device: str) -> CudaDriver | None:
@@ -194,6 +218,13 @@ def ring_blocks(window: int, chunk: int, block_tokens: int) -> int:
     return -(-(window - 1 + chunk) // block_tokens) + 1
 
 
+def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes that one head of K or V takes for a token, with its scale if it has one."""
+    import torch
+
+    return head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
+
+
 def layer_groups(
     config: ModelConfig,
     *,
@@ -228,7 +259,7 @@ def layer_groups(
     windows: dict[int | None, list[int]] = {}
     for index, layer in enumerate(config.layers):
         windows.setdefault(layer.window, []).append(index)
-    token_bytes = 2 * config.kv_heads * config.head_dim * dtype.itemsize
+    token_bytes = 2 * config.kv_heads * head_bytes(config.head_dim, dtype)
     sequence_blocks = -(-context_length // block_tokens)
     groups: list[LayerGroup] = []
     least: list[int] = []  # blocks without which no sequence can run
