@@ -105,7 +105,7 @@ class EngineStats:
         kv_blocks_used: blocks held by live sequences.
         kv_blocks_cached: blocks kept for reuse, free on demand.
         kv_blocks_free: the rest.
-        kv_pool_bytes: bytes of the pool now.
+        kv_pool_bytes: bytes of the pool now; on a GPU those of memory that is mapped.
         kv_pool_growths: times it grew.
         prefix_hit_tokens: prompt tokens whose K/V was reused.
         store_hit_blocks: blocks read from the block store.

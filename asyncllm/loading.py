@@ -161,6 +161,7 @@ def _build(
                 dtype=kv_dtype,
                 device=backend.device,
             )
+            unfinished.callback(pool.close)
         with stages.stage("kernels"):
             runner = backend.runner(
                 causal_lm,
@@ -208,8 +209,6 @@ def _refuse_what_is_not_there(options: EngineOptions) -> None:
     """Options for parts that do not exist yet are errors, not silently without effect."""
     if options.kv_store is not None:
         raise OptionsError(f"kv_store={options.kv_store!r}: there is no block store yet; use None")
-    if options.kv_dtype == "int8":
-        raise OptionsError('kv_dtype="int8": not there yet; accepted is a floating-point type')
     if options.dtype not in ("auto", "float32"):
         raise OptionsError(f'dtype={options.dtype!r}: accepted are "auto" and "float32" so far')
 
@@ -218,6 +217,10 @@ def _kv_dtype(options: EngineOptions, backend: Backend) -> torch.dtype:
     import torch
 
     name = backend.kv_dtype if options.kv_dtype == "auto" else options.kv_dtype
+    if name == "int8" and backend.device == "cpu":
+        raise OptionsError(
+            'kv_dtype="int8": not there yet on a CPU; accepted there is a floating-point type'
+        )
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -277,11 +280,14 @@ def _generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _throwaway_steps(runner: Runner, pool: KvPool, rows: int) -> None:
-    """A chunk and some decode steps into the null blocks, so that no request is the first."""
+    """A chunk and some decode steps into block 0, so that no request is the first.
+
+    Nobody has been given a block yet; what is left there is not read before it is written.
+    """
     params = SamplingParams().resolved({})
     spec = SamplingSpec(params, 0, 0, (0,) * rows, frozenset())
     blocks = -(-(rows + 1) // pool.block_tokens)
-    tables = tuple((pool.null_block(group),) * blocks for group in range(len(pool.groups)))
+    tables = ((0,) * blocks,) * len(pool.groups)
     chunk = Row(-1, 0, 0, rows, spec.prompt_ids, False, tables, True, 0, spec)
     decode = replace(chunk, offset=rows, count=1, tokens=(0,), output_count=1)
     runner.collect(runner.submit(StepPlan((chunk,))))

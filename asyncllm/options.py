@@ -72,7 +72,8 @@ class EngineOptions:
         kv_store_bytes: bytes of the block store at most.
         kv_store_mode: `"rw"` (one process a file) or `"ro"`.
         kv_store_reset: replace a store that was made for another model instead of refusing it.
-        kv_dtype: type K/V is kept in: `"auto"` (the activations' type), a type's name, or `"int8"`.
+        kv_dtype: type K/V is kept in: `"auto"` (float16, or float32 on the plain path), a type's
+            name, or on a GPU `"int8"`.
         prefix_cache: keep blocks of finished sequences for later requests while there is room.
         prefill_weights: how prompt chunks read weights on a GPU: `"packed"`, `"int8"`, `"auto"`.
         moe_residency_bytes: bytes of expert banks kept on the device; `"auto"` measures.

@@ -177,6 +177,15 @@ class Pool:
     values: Tensor
     tables: Tensor
     rings: Tensor | None
+    scales: rows.KvScales | None = None
+
+    def numbers(self) -> list[Tensor]:
+        """K and V as float32 on the CPU."""
+        parts = [part.cpu().float() for part in (self.keys, self.values)]
+        if self.scales is None:
+            return parts
+        each = zip(parts, self.scales, strict=True)
+        return [part * scale.cpu().transpose(1, 2)[..., None] for part, scale in each]
 
     def blocks(self, slot: int, first: int, last: int) -> Tensor:
         """Numbers of the blocks with positions `first` to `last`, on the CPU."""
@@ -201,12 +210,14 @@ def make_pool(
         tables[seq, :used] = order[seq * most : seq * most + used]
         rings[seq] = 0 if ring and seq % 2 else ring
     shape = (seqs * most, block_tokens, kv_heads, head_dim)
-    return Pool(
-        poisoned(*shape, dtype=dtype),
-        poisoned(*shape, dtype=dtype),
-        tables.to(DEVICE),
-        rings.to(DEVICE) if ring else None,
-    )
+    scales = None
+    if dtype == torch.int8:  # with another layer's in between
+        many = poisoned(seqs * most, 3, kv_heads, block_tokens)
+        scales = many[:, 0], many[:, 2]
+        keys, values = (torch.full(shape, 77, dtype=dtype, device=DEVICE) for _ in range(2))
+    else:
+        keys, values = poisoned(*shape, dtype=dtype), poisoned(*shape, dtype=dtype)
+    return Pool(keys, values, tables.to(DEVICE), rings.to(DEVICE) if ring else None, scales)
 
 
 def fill(pool: Pool, slot: int, first: int, last: int) -> None:
@@ -214,8 +225,13 @@ def fill(pool: Pool, slot: int, first: int, last: int) -> None:
     size = pool.keys.shape[1]
     for position in range(first, last + 1):
         block = int(pool.blocks(slot, position, position))
-        for part in (pool.keys, pool.values):
-            part[block, position % size] = randn(*part.shape[2:]).to(part.dtype)
+        for number, part in enumerate((pool.keys, pool.values)):
+            new = randn(*part.shape[2:])
+            if pool.scales is not None:
+                scale = new.abs().amax(-1) / 127
+                pool.scales[number][block, :, position % size] = scale
+                new = (new / scale[:, None]).round()
+            part[block, position % size] = new.to(part.dtype)
 
 
 def plain_attention(
@@ -246,7 +262,7 @@ def plain_attention(
     span = KeySpan(0, count, offset, window, first, keys, pool.blocks(slot, first, last))
     out = torch.empty(q.shape)
     # Positions before the window are NaN, and 0 * NaN in the plain one's sum is not what is asked.
-    key_pool, value_pool = (each.cpu().float().nan_to_num() for each in (pool.keys, pool.values))
+    key_pool, value_pool = (each.nan_to_num() for each in pool.numbers())
     reference.attention(q.cpu().float(), key_pool, value_pool, span, 1.0, cap, scratch, out)
     return out
 
@@ -327,6 +343,35 @@ def test_splits_fill_the_device_but_do_not_outnumber_the_tiles() -> None:
     assert attention.decode_splits(64, 8, 4096) == 1
 
 
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads", "block_tokens"), SHAPES[1:4])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "window", "cap"),
+    [(torch.float16, None, 0.0), (torch.bfloat16, 40, 20.0)],
+    ids=["whole", "windowed-capped"],
+)
+def test_decoding_rows_attend_to_int8_as_to_the_numbers_it_stands_for(
+    head_dim: int, heads: int, kv_heads: int, block_tokens: int,
+    splits: int, dtype: torch.dtype, window: int | None, cap: float,
+) -> None:  # fmt: skip
+    ring = -(-40 // block_tokens) + 1 if window else 0
+    pool = make_pool(2, 288, block_tokens, kv_heads, head_dim, torch.int8, ring)
+    slots, positions = [1, -1, 0], [287, 9, 64]
+    for slot, position in zip(slots, positions, strict=True):
+        if slot >= 0:
+            fill(pool, slot, 0 if window is None else max(0, position - 39), position)
+    q, out = randn(3, heads, head_dim, scale=0.2).to(dtype), poisoned(3, heads, head_dim)
+    attention.decode(
+        q, pool.keys, pool.values, pool.tables, pool.rings, int32(slots), int32(positions),
+        attention.DecodeScratch.of(3, heads, kv_heads, head_dim, splits, DEVICE),
+        window=window, cap=cap, out=out, scales=pool.scales,
+    )  # fmt: skip
+    for row in (0, 2):
+        wanted = plain_attention(q[row : row + 1], pool, slots[row], positions[row], window, cap)
+        assert_attended(out[row], wanted[0], dtype)
+    assert not out[1].any()
+
+
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads", "block_tokens"), SHAPES)
 @pytest.mark.parametrize(
     ("dtype", "window", "cap"),
@@ -364,6 +409,55 @@ def test_chunks_of_prompts_attend_as_the_plain_kernel(
     if quantised is not None:
         some = tuple(each[written].contiguous() for each in quantised)
         assert_quantised((some[0], some[1], some[2]), flat[written])
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads", "block_tokens"), SHAPES[1:4])
+@pytest.mark.parametrize("window", [None, 50])
+def test_chunks_of_prompts_attend_to_int8_as_to_the_numbers_it_stands_for(
+    head_dim: int, heads: int, kv_heads: int, block_tokens: int, window: int | None
+) -> None:
+    chunks = [(0, 37, 0, 1), (37, 3, 130, 0)]
+    ring = -(-(window - 1 + 40) // block_tokens) + 1 if window else 0
+    pool = make_pool(2, 192, block_tokens, kv_heads, head_dim, torch.int8, ring)
+    for _, count, offset, slot in chunks:
+        fill(pool, slot, 0 if window is None else max(0, offset - window + 1), offset + count - 1)
+    q, out = randn(40, heads, head_dim, scale=0.2).half(), poisoned(40, heads, head_dim)
+    attention.prefill(
+        q, pool.keys, pool.values, pool.tables, pool.rings, int32(chunks), 40,
+        window=window, out=out, scales=pool.scales, tile=32,
+    )  # fmt: skip
+    for first, count, offset, slot in chunks:
+        own = slice(first, first + count)
+        wanted = plain_attention(q[own], pool, slot, offset, window, 0.0)
+        assert_attended(out[own], wanted, torch.float16)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 5e4])
+def test_values_of_any_size_that_float16_has_are_as_exact_in_int8(size: float) -> None:
+    pool = make_pool(1, 176, 16, 2, 64, torch.int8)
+    fill(pool, 0, 0, 170)
+    assert pool.scales is not None
+    pool.scales[1].mul_(size / 4)
+    q = randn(1, 4, 64, scale=0.5).half()
+    out = poisoned(1, 4, 64)
+    attention.decode(
+        q, pool.keys, pool.values, pool.tables, None, int32([0]), int32([170]),
+        attention.DecodeScratch.of(1, 4, 2, 64, 2, DEVICE), out=out, scales=pool.scales,
+    )  # fmt: skip
+    wanted = plain_attention(q, pool, 0, 170, None, 0.0)
+    error = ((out.cpu() - wanted).norm() / wanted.norm()).item()
+    assert error < 2e-3, error
+
+
+def test_int8_needs_scales_and_nothing_else_takes_them() -> None:
+    for dtype, other in ((torch.int8, torch.float16), (torch.float16, torch.int8)):
+        pool = make_pool(1, 16, 16, 1, 64, dtype)
+        wrong = make_pool(1, 16, 16, 1, 64, other).scales
+        with pytest.raises(ValueError, match=f"{dtype} with"):
+            attention.decode(
+                randn(1, 2, 64).half(), pool.keys, pool.values, pool.tables, None, int32([0]),
+                int32([0]), attention.DecodeScratch.of(1, 2, 1, 64, 1, DEVICE), scales=wrong,
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -454,6 +548,74 @@ def test_heads_are_normed_rotated_and_written_where_the_table_says(
             torch.testing.assert_close(got, part[row], rtol=2e-3, atol=2e-3)
     assert pool.keys[~written].isnan().all()
     assert pool.values[~written].isnan().all()
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads", "tile"), [(64, 3, 1, 1), (80, 4, 2, 2)])
+def test_int8_heads_are_within_half_a_step_and_what_has_no_number_says_so(
+    head_dim: int, heads: int, kv_heads: int, tile: int
+) -> None:
+    whole = make_pool(2, 96, 16, kv_heads, head_dim, torch.float32)
+    small = make_pool(2, 96, 16, kv_heads, head_dim, torch.int8)
+    small.tables.copy_(whole.tables)
+    slots, positions = int32([1, -1, 0, 0]), int32([33, 1 << 29, 95, 50])
+    cos, sin = torch.rand(96, 16).to(DEVICE), torch.rand(96, 16).to(DEVICE)
+    qkv = randn(4, (heads + 2 * kv_heads) * head_dim, scale=3.0)
+    qkv[2, -head_dim:] = 0.0
+    qkv[3, -1] = math.inf
+    for pool in (whole, small):
+        q_out = poisoned(4, heads, head_dim, dtype=torch.float16)
+        rows.heads(
+            qkv, q_out, pool.keys, pool.values, pool.tables, None, slots, positions, cos, sin,
+            scale=0.3, interleaved=False, scales=pool.scales, tile=tile,
+        )  # fmt: skip
+        assert q_out[[0, 2, 3]].isfinite().all()
+    assert small.scales is not None
+    got, wanted = torch.stack(small.numbers()), torch.stack(whole.numbers())
+    broken = wanted.isinf().any(-1)
+    assert broken.sum() == 1
+    assert got[broken].isnan().all()
+    # Nothing else is written, and of each vector that is the scale too.
+    assert torch.equal(got.isnan().all(-1), wanted.isnan().all(-1) | broken)
+    there = ~got.isnan().any(-1)
+    assert there.sum() == 2 * 3 * kv_heads - 1
+    got, wanted = got[there], wanted[there]
+    step = wanted.abs().amax(-1, keepdim=True) / 127
+    assert ((got - wanted).abs() <= 0.501 * step).all()
+    assert ((got - wanted).abs() > 0.3 * step).any()
+    untouched = torch.stack([part.cpu() for part in (small.keys, small.values)])
+    assert (untouched[~there & ~broken] == 77).all()
+
+
+def test_attention_over_int8_errs_by_no_more_than_its_steps() -> None:
+    """From the product of q, k and v to the result, beside float32 K and V."""
+    length, heads, kv_heads, width = 70, 4, 2, 64
+    whole = make_pool(1, 80, 16, kv_heads, width, torch.float32)
+    small = make_pool(1, 80, 16, kv_heads, width, torch.int8)
+    slots, positions = int32([0] * length), int32(range(length))
+    cos, sin = torch.ones(80, 32).to(DEVICE), torch.zeros(80, 32).to(DEVICE)
+    qkv = randn(length, (heads + 2 * kv_heads) * width)
+    results, queries = [], poisoned(length, heads, width, dtype=torch.float16)
+    for pool in (whole, small):
+        rows.heads(
+            qkv, queries, pool.keys, pool.values, pool.tables, None, slots, positions, cos, sin,
+            scale=0.02, interleaved=False, scales=pool.scales,
+        )  # fmt: skip
+        out = poisoned(length, heads, width)
+        attention.prefill(
+            queries, pool.keys, pool.values, pool.tables, None, int32([[0, length, 0, 0]]), length,
+            out=out, scales=pool.scales,
+        )  # fmt: skip
+        results.append(out.cpu())
+    assert small.scales is not None
+    steps = [scale[~scale.isnan()].max().item() for scale in small.scales]
+    # A score is off by half a step of each element of K at most, a weight by the exponential of
+    # twice that, a value by half a step of V.
+    score = queries.float().abs().sum(-1).max().item() * steps[0] / 2
+    largest = 127 * steps[1]
+    bound = steps[1] / 2 + (math.exp(2 * score) - 1) * largest + 4e-3
+    error = (results[0] - results[1]).abs().max().item()
+    assert bound < largest / 4
+    assert steps[1] / 20 < error < bound
 
 
 # ---- choosing

@@ -93,6 +93,29 @@ def test_a_copy_is_of_all_layers_of_the_group_and_of_no_other(dtype: torch.dtype
     assert not made.keys[1][3].any()
 
 
+def test_int8_has_a_scale_for_each_head_of_each_token_and_copies_it() -> None:
+    made = pool(4, 4, dtype=torch.int8)
+    assert set(made.scales) == {0, 1, 2}
+    for layer in range(3):
+        for number, scales in enumerate(made.scales[layer]):
+            assert (scales.shape, scales.dtype) == ((5, 2, 16), torch.float32)
+            assert not scales.any()
+            scales[1] = 10 * number + layer + 1
+        made.keys[layer][1] = layer + 1
+    made.copy(0, 1, 3)
+    for layer in (0, 2):
+        assert (made.keys[layer][3] == layer + 1).all()
+        assert [set(s[3].flatten().tolist()) for s in made.scales[layer]] == [
+            {layer + 1.0},
+            {layer + 11.0},
+        ]
+        assert not any(s[[0, 2, 4]].any() for s in made.scales[layer])
+    assert not any(s[3].any() for s in made.scales[1])
+    made.close()
+    assert not made.scales
+    assert not pool(4, 4).scales
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_only_what_is_written_takes_memory() -> None:
     group = LayerGroup(None, (0,), 2 * (1 << 20), 16384)  # 32 GiB of blocks of 1 MiB, K and V
@@ -152,6 +175,8 @@ def test_unwindowed_layers_are_one_group_and_each_window_size_is_one() -> None:
     assert (large.window, large.layers) == (64, (2,))
     assert (full.block_bytes, large.block_bytes) == (2 * BLOCK, BLOCK)
     assert grouped(None, dtype=torch.bfloat16)[0].block_bytes == BLOCK // 2
+    scales = 16 * 2 * 2 * 4  # of a token, of K and V, of a head
+    assert grouped(None, dtype=torch.int8)[0].block_bytes == BLOCK // 4 + scales
 
 
 def test_in_full_the_pool_holds_all_sequences_and_twice_their_rings() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import mmap
 import os
 from collections.abc import Sequence
@@ -9,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from asyncllm.errors import OptionsError
+from asyncllm import telemetry
+from asyncllm.errors import ModelLoadError, OptionsError
+from asyncllm.kv.device_memory import CudaDriver, DeviceMemoryError, GrowingBuffers
 from asyncllm.scheduler.step import LayerGroup
 
 if TYPE_CHECKING:
@@ -31,9 +35,15 @@ class KvPool:
     """For each layer one K and one V buffer, `[blocks, block_tokens, kv_heads, head_dim]`.
 
     On the CPU a buffer is a private anonymous map of the group's whole capacity. The system gives
-    it memory where it is first written, so the pool takes what is used and nothing ever moves. On a
-    GPU it is allocated whole. The block after the last, `null_block`, takes the writes of rows that
-    only pad a step.
+    it memory where it is first written, so the pool takes what is used and nothing ever moves. The
+    block after the last, `null_block`, takes the writes of rows that only pad a step.
+
+    On a GPU a buffer has the addresses of the whole capacity and memory for what is granted, in
+    pieces of some MiB; see `GrowingBuffers`. What is not granted must not be touched, and what is
+    has no content before it is written. There is no null block: kernels write nothing of rows that
+    only pad. Where the device has no virtual memory management buffers are allocated whole.
+
+    K and V of int8 have a scale for each head of each token.
 
     Args:
         groups: layers that share block numbers, with their capacities.
@@ -47,9 +57,13 @@ class KvPool:
         groups: as given.
         keys: for each layer its K.
         values: for each layer its V.
+        scales: for each layer those of K and of V, float32 `[blocks, kv_heads, block_tokens]`, a
+            block's scales of all layers side by side; empty unless the type is int8.
         granted: for each group the blocks that may be used.
-        pool_bytes: bytes of the blocks granted so far.
         growths: how often blocks were granted.
+
+    Raises:
+        ModelLoadError: the device has not even memory for one block of each layer.
     """
 
     def __init__(
@@ -66,41 +80,115 @@ class KvPool:
         self.groups = tuple(groups)
         self.block_tokens = block_tokens
         self.granted = [0] * len(self.groups)
-        self.growths = self.pool_bytes = 0
+        self.growths = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        for group in self.groups:
-            shape = (group.capacity + 1, block_tokens, kv_heads, head_dim)
-            for layer in group.layers:
-                self.keys[layer] = _allocated(shape, dtype, device)
-                self.values[layer] = _allocated(shape, dtype, device)
+        self.scales: dict[int, tuple[Tensor, Tensor]] = {}
+        # For each group what has memory mapped to it, with the bytes of a block there.
+        self._growing: list[list[tuple[GrowingBuffers, int]]] = [[] for _ in self.groups]
+        self._driver = None if device == "cpu" else _driver(device)
+        try:
+            for index, group in enumerate(self.groups):
+                self._allocate(index, group, (block_tokens, kv_heads, head_dim), dtype)
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(
+        self, index: int, group: LayerGroup, block: tuple[int, int, int], dtype: torch.dtype
+    ) -> None:
+        import torch
+
+        count = 2 * len(group.layers)
+        if dtype == torch.int8:
+            # First, also when they grow: they are small, and K and V without them of no use.
+            tokens, heads, _ = block
+            (scales,) = self._buffers(index, 1, (count, heads, tokens), torch.float32)
+            for place, layer in enumerate(group.layers):
+                self.scales[layer] = scales[:, 2 * place], scales[:, 2 * place + 1]
+        buffers = self._buffers(index, count, block, dtype)
+        self.keys |= zip(group.layers, buffers[::2], strict=True)
+        self.values |= zip(group.layers, buffers[1::2], strict=True)
+
+    def _buffers(
+        self, index: int, count: int, block: tuple[int, ...], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Buffers for a group's blocks, each a block's shape for every block."""
+        blocks = self.groups[index].capacity + (self._device == "cpu")  # there with the null block
+        shape = (blocks, *block)
+        driver, block_bytes = self._driver, math.prod(block) * dtype.itemsize
+        if driver is None:
+            return [_allocated(shape, dtype, self._device) for _ in range(count)]
+        growing = GrowingBuffers(driver, count, blocks * block_bytes)
+        self._growing[index].append((growing, block_bytes))
+        # What has memory torch can take for a tensor; and warm-up steps use block 0.
+        growing.extend(block_bytes, 0)
+        if growing.mapped_bytes < block_bytes:
+            raise ModelLoadError(
+                f"{self._device} has {driver.free_bytes()} bytes free: too few for {count} K/V "
+                f"buffers that start with {driver.piece_bytes} bytes each"
+            )
+        return [growing.tensor(number).view(dtype).view(shape) for number in range(count)]
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes taken: on the CPU those of the blocks granted so far."""
+        if self._driver is not None:
+            return sum(growing.taken_bytes for group in self._growing for growing, _ in group)
+        whole = [group.capacity for group in self.groups]
+        blocks = self.granted if self._device == "cpu" else whole
+        return sum(n * group.block_bytes for n, group in zip(blocks, self.groups, strict=True))
 
     def null_block(self, group: int) -> int:
-        """Number of the group's block for padding rows."""
+        """Number of the group's block for padding rows, on the CPU."""
         return self.groups[group].capacity
 
     def grow(self, group: int, blocks: int) -> int:
         """Grant up to `blocks` more blocks of a group, the next numbers; returns how many."""
         room = self.groups[group].capacity - self.granted[group]
-        granted = max(0, min(blocks, room))
-        if self._device == "cpu":  # where memory is only taken when it is written
-            free = max(0, available_bytes() - RESERVE_BYTES)
-            granted = min(granted, free // self.groups[group].block_bytes)
+        asked = max(0, min(blocks, room))
+        granted = min(asked, self._obtainable(group, asked)) if asked else 0
         self.granted[group] += granted
-        self.pool_bytes += granted * self.groups[group].block_bytes
         self.growths += granted > 0
         return granted
+
+    def _obtainable(self, group: int, blocks: int) -> int:
+        """For how many more blocks there is memory, once so many were asked for."""
+        if self._device == "cpu":  # where memory is only taken when it is written
+            return max(0, available_bytes() - RESERVE_BYTES) // self.groups[group].block_bytes
+        if self._driver is None:
+            return blocks
+        wanted = self.granted[group] + blocks
+        for growing, size in self._growing[group]:
+            growing.extend(wanted * size, RESERVE_BYTES)
+        there = min(growing.mapped_bytes // size for growing, size in self._growing[group])
+        return there - self.granted[group]
 
     def copy(self, group: int, source: int, target: int) -> None:
         """Copy a block in all layers of its group."""
         for layer in self.groups[group].layers:
             self.keys[layer][target] = self.keys[layer][source]
             self.values[layer][target] = self.values[layer][source]
+            for scales in self.scales.get(layer, ()):
+                scales[target] = scales[source]
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Let go of the memory, on a GPU when that is idle. Idempotent."""
         self.keys.clear()
         self.values.clear()
+        self.scales.clear()
+        for group in self._growing:
+            for growing, _ in group:
+                growing.close()
+
+
+def _driver(device: str) -> CudaDriver | None:
+    """What can map memory on a device; `None`: nothing can."""
+    try:
+        return CudaDriver(device)
+    except (DeviceMemoryError, OSError) as error:
+        telemetry.record("kv-pool-whole", level=logging.WARNING, device=device, error=str(error))
+        return None
 
 
 def _allocated(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -113,8 +201,6 @@ def _allocated(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tenso
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that take no memory before they are written."""
-    import math
-
     import torch
 
     nbytes = math.prod(shape) * dtype.itemsize
@@ -130,6 +216,13 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def ring_blocks(window: int, chunk: int, block_tokens: int) -> int:
     """Blocks of a windowed sequence's ring: the window of a chunk's first query, and the chunk."""
     return -(-(window - 1 + chunk) // block_tokens) + 1
+
+
+def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes that one head of K or V takes for a token, with its scale if it has one."""
+    import torch
+
+    return head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
 
 
 def layer_groups(
@@ -166,7 +259,7 @@ def layer_groups(
     windows: dict[int | None, list[int]] = {}
     for index, layer in enumerate(config.layers):
         windows.setdefault(layer.window, []).append(index)
-    token_bytes = 2 * config.kv_heads * config.head_dim * dtype.itemsize
+    token_bytes = 2 * config.kv_heads * head_bytes(config.head_dim, dtype)
     sequence_blocks = -(-context_length // block_tokens)
     groups: list[LayerGroup] = []
     least: list[int] = []  # blocks without which no sequence can run

@@ -62,7 +62,7 @@ class Backend:
         telemetry.record("load-stage", stage="backend", backend=self.name, reason=reason)
 
     def available_bytes(self, weights_bytes: int) -> int | None:
-        """Bytes the K/V pool may count on; `None`: the process's own memory decides."""
+        """Bytes that the K/V pool may grow into; `None`: the process's own memory decides."""
         return None
 
     def suit(self, config: ModelConfig, block_tokens: int) -> Backend:
@@ -158,7 +158,10 @@ class CudaBackend(Backend):
         return True
 
     def available_bytes(self, weights_bytes: int) -> int | None:
-        """Bytes of device memory that will be free once the weights are there."""
+        """Bytes of device memory that will be free once the weights are there.
+
+        The pool takes them as it grows, if nobody else has by then.
+        """
         import torch
 
         # Repacked they take a little more; activations and graphs take the rest of the reserve.

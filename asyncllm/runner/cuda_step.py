@@ -386,6 +386,7 @@ class CudaProgram:
                 scratch,
                 window=self._pool.groups[group].window,
                 cap=self.config.attention_softcap,
+                scales=self._pool.scales.get(index),
                 pdl=self.pdl,
                 **forms,
             )
@@ -430,6 +431,7 @@ class CudaProgram:
                 longest,
                 window=self._pool.groups[group].window,
                 cap=self.config.attention_softcap,
+                scales=self._pool.scales.get(index),
                 **forms,
             )
 
@@ -503,6 +505,7 @@ class CudaProgram:
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=config.norm_eps,
+                scales=self._pool.scales.get(index),
                 pdl=self.pdl,
             )
             targets = self._attended.targets(count, layer.output.weights)

@@ -26,6 +26,8 @@ from asyncllm.kernels.cuda.rows import (
     in_order,
     launch_options,
     put_quantised,
+    scale_planes,
+    scale_stride,
     softcapped,
     to_half,
 )
@@ -34,11 +36,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from asyncllm.kernels.cuda.rows import Quantised
+    from asyncllm.kernels.cuda.rows import KvScales, Quantised
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Below every score, and finite: a line that sees nothing in a tile must not become NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)
+# Times the largest scale of what float16 can hold, 65504 / 127, it is still in float16's range.
+_GAIN: tl.constexpr = tl.constexpr(64.0)
 
 
 @triton.jit
@@ -50,11 +54,22 @@ def _product(a, b, acc, EMU: tl.constexpr):
 
 
 @triton.jit
+def _as(x, q, EMU: tl.constexpr):
+    """`x` in the type of the queries."""
+    if EMU:
+        x = x.to(tl.float32)  # the interpreter makes no bfloat16 of int8
+    return x.to(q.dtype)
+
+
+@triton.jit
 def _places(
-    key, here, kv_head, table, ring,
+    key, here, kv_head, table, ring, scale_stride,
     KH: tl.constexpr, HD: tl.constexpr, BT: tl.constexpr, RINGS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Where in the pool the head of each key begins, int64; `here` says which keys exist."""
+    """Where in the pool the head of each key begins, and where its scale is, int64.
+
+    `here` says which keys exist.
+    """
     number = key // BT
     if RINGS:
         number = number % ring
@@ -62,16 +77,20 @@ def _places(
         block = tl.load(table + number, mask=here, other=0, cache_modifier=".cg")
     else:
         block = tl.load(table + number, cache_modifier=".cg")
-    return ((block.to(tl.int64) * BT + key % BT) * KH + kv_head) * HD
+    block = block.to(tl.int64)
+    place = ((block * BT + key % BT) * KH + kv_head) * HD
+    return place, block * scale_stride + kv_head * BT + key % BT
 
 
 @triton.jit
 def _absorb(
-    acc, peak, total, q, query, k, v, key, here,
+    acc, peak, total, q, query, k, v, k_scale, v_scale, key, here,
     WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, EMU: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys to what was seen so far."""
-    scores = _product(q, tl.trans(k), None, EMU)
+    """Add a tile of keys to what was seen so far; scales are of int8 K and V."""
+    scores = _product(q, tl.trans(_as(k, q, EMU)), None, EMU)
+    if k_scale is not None:
+        scores *= k_scale[None, :]
     if CAP > 0:
         scores = softcapped(scores, CAP)
     scores *= _LOG2_E
@@ -83,14 +102,20 @@ def _absorb(
     higher = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])
     shrunk = tl.exp2(peak - higher)
+    if v_scale is not None:
+        # For small scales: float16 has few digits left near 0. The sums are larger all the same.
+        weights *= _GAIN
     total = total * shrunk + tl.sum(weights, 1)
-    acc = _product(weights.to(q.dtype), v, acc * shrunk[:, None], EMU)
+    if v_scale is not None:
+        weights *= v_scale[None, :]
+    acc = _product(weights.to(q.dtype), _as(v, q, EMU), acc * shrunk[:, None], EMU)
     return acc, higher, total
 
 
 @triton.jit
 def _tile(
-    acc, peak, total, q, query, kv_head, base, low, high, table, ring, keys, values,
+    acc, peak, total, q, query, kv_head, base, low, high, table, ring,
+    keys, values, key_scales, value_scales, scale_stride,
     KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, RINGS: tl.constexpr, MASKED: tl.constexpr,
     EMU: tl.constexpr,
@@ -100,25 +125,38 @@ def _tile(
     inside = i < HD
     key = base + tl.arange(0, BK)
     here = (key >= low) & (key < high)
-    place = _places(key, here, kv_head, table, ring, KH, HD, BT, RINGS, MASKED)
+    place, scale_at = _places(
+        key, here, kv_head, table, ring, scale_stride, KH, HD, BT, RINGS, MASKED
+    )
     at = place[:, None] + i[None, :]
     # What is not loaded is 0: another sequence's leftovers may be NaN.
     if MASKED:
         wanted = here[:, None] & inside[None, :]
-        k = tl.load(keys + at, mask=wanted, other=0.0).to(q.dtype)
-        v = tl.load(values + at, mask=wanted, other=0.0).to(q.dtype)
+        k = tl.load(keys + at, mask=wanted, other=0.0)
+        v = tl.load(values + at, mask=wanted, other=0.0)
     elif HD == P:
-        k = tl.load(keys + at).to(q.dtype)
-        v = tl.load(values + at).to(q.dtype)
+        k = tl.load(keys + at)
+        v = tl.load(values + at)
     else:
-        k = tl.load(keys + at, mask=inside[None, :], other=0.0).to(q.dtype)
-        v = tl.load(values + at, mask=inside[None, :], other=0.0).to(q.dtype)
-    return _absorb(acc, peak, total, q, query, k, v, key, here, WINDOW, CAP, MASKED, EMU)
+        k = tl.load(keys + at, mask=inside[None, :], other=0.0)
+        v = tl.load(values + at, mask=inside[None, :], other=0.0)
+    k_scale, v_scale = None, None
+    if key_scales is not None:
+        if MASKED:
+            k_scale = tl.load(key_scales + scale_at, mask=here, other=0.0)
+            v_scale = tl.load(value_scales + scale_at, mask=here, other=0.0)
+        else:
+            k_scale = tl.load(key_scales + scale_at)
+            v_scale = tl.load(value_scales + scale_at)
+    return _absorb(
+        acc, peak, total, q, query, k, v, k_scale, v_scale, key, here, WINDOW, CAP, MASKED, EMU
+    )
 
 
 @triton.jit
 def _tiles(
-    acc, peak, total, q, query, kv_head, start, end, low, high, table, ring, keys, values,
+    acc, peak, total, q, query, kv_head, start, end, low, high, table, ring,
+    keys, values, key_scales, value_scales, scale_stride,
     KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, RINGS: tl.constexpr, MASKED: tl.constexpr,
     EMU: tl.constexpr,
@@ -132,14 +170,16 @@ def _tiles(
         base = start
         while base < end:
             acc, peak, total = _tile(
-                acc, peak, total, q, query, kv_head, base, low, high, table, ring, keys, values,
+                acc, peak, total, q, query, kv_head, base, low, high, table, ring,
+                keys, values, key_scales, value_scales, scale_stride,
                 KH, HD, P, BT, BK, WINDOW, CAP, RINGS, MASKED, EMU,
             )  # fmt: skip
             base += BK
     else:
         for base in tl.range(start, end, BK):
             acc, peak, total = _tile(
-                acc, peak, total, q, query, kv_head, base, low, high, table, ring, keys, values,
+                acc, peak, total, q, query, kv_head, base, low, high, table, ring,
+                keys, values, key_scales, value_scales, scale_stride,
                 KH, HD, P, BT, BK, WINDOW, CAP, RINGS, MASKED, EMU,
             )  # fmt: skip
     return acc, peak, total
@@ -159,8 +199,8 @@ def _shares(position, used, SPLITS: tl.constexpr, BK: tl.constexpr, WINDOW: tl.c
 
 @triton.jit
 def _decode(
-    q, keys, values, tables, rings, slots, positions, partial, peaks,
-    xq, xd, xs, half, out, table_stride,
+    q, keys, values, key_scales, value_scales, tables, rings, slots, positions, partial, peaks,
+    xq, xd, xs, half, out, table_stride, scale_stride,
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, LINES: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ORDERED: tl.constexpr,
@@ -186,18 +226,29 @@ def _decode(
     end = tl.minimum(start + each * BK, position + 1)
     key = start + tl.arange(0, BK)
     here = (key >= low) & (key < end)
-    place = _places(key, here, kv_head, table, ring, KH, HD, BT, rings is not None, True)
+    place, scale_at = _places(
+        key, here, kv_head, table, ring, scale_stride, KH, HD, BT, rings is not None, True
+    )
     at = place[:, None] + i[None, :]
     # All keys but the row's own.
-    old = (here & (key < position))[:, None] & inside[None, :]
+    earlier = here & (key < position)
+    old = earlier[:, None] & inside[None, :]
     k = tl.load(keys + at, mask=old, other=0.0, cache_modifier=".cg")
     v = tl.load(values + at, mask=old, other=0.0, cache_modifier=".cg")
+    k_scale, v_scale = None, None
+    if key_scales is not None:
+        k_scale = tl.load(key_scales + scale_at, mask=earlier, other=0.0, cache_modifier=".cg")
+        v_scale = tl.load(value_scales + scale_at, mask=earlier, other=0.0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
     if split < active:
-        own = (here & (key == position))[:, None] & inside[None, :]
+        newest = here & (key == position)
+        own = newest[:, None] & inside[None, :]
         k = tl.where(own, tl.load(keys + at, mask=own, other=0.0), k)
         v = tl.where(own, tl.load(values + at, mask=own, other=0.0), v)
+        if key_scales is not None:
+            k_scale += tl.load(key_scales + scale_at, mask=newest, other=0.0)
+            v_scale += tl.load(value_scales + scale_at, mask=newest, other=0.0)
         line = tl.arange(0, LINES)
         own_q = (row * H + kv_head * G + line)[:, None] * HD + i[None, :]
         lines = tl.load(q + own_q, mask=(line < G)[:, None] & inside[None, :], other=0.0)
@@ -206,12 +257,12 @@ def _decode(
         total = tl.zeros([LINES], tl.float32)
         query = tl.full([LINES], 0, tl.int32) + position
         acc, peak, total = _absorb(
-            acc, peak, total, lines, query, k.to(lines.dtype), v.to(lines.dtype), key, here,
+            acc, peak, total, lines, query, k, v, k_scale, v_scale, key, here,
             WINDOW, CAP, True, EMU,
         )  # fmt: skip
         acc, peak, total = _tiles(
             acc, peak, total, lines, query, kv_head, start + BK, end, low, position + 1,
-            table, ring, keys, values,
+            table, ring, keys, values, key_scales, value_scales, scale_stride,
             KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True, EMU,
         )  # fmt: skip
         if SPLITS == 1:
@@ -370,6 +421,7 @@ def decode(
     half: Tensor | None = None,
     ordered: bool = False,
     out: Tensor | None = None,
+    scales: KvScales | None = None,
     tile: int | None = None,
     pdl: bool = False,
     warps: int = 4,
@@ -392,6 +444,7 @@ def decode(
         half: the result as float16 or bfloat16.
         ordered: `half` is for `tensor_rows`, its columns in that order.
         out: the result as float32.
+        scales: of int8 K and V.
         tile: keys taken at a time, a power of two.
         pdl: programmatic dependent launch.
         warps: of a program.
@@ -409,8 +462,8 @@ def decode(
         "PDL": pdl, **launch_options(pdl),
     }  # fmt: skip
     _decode[(splits, kv_heads, rows)](
-        q, keys, values, tables, rings, slots, positions, scratch.partial, scratch.peaks,
-        *forms, tables.stride(0),
+        q, keys, values, *scale_planes(keys, scales), tables, rings, slots, positions,
+        scratch.partial, scratch.peaks, *forms, tables.stride(0), scale_stride(scales),
         LINES=max(16, grouped), BT=keys.shape[1], CAP=float(cap), EMU=emulated(),
         num_warps=warps, num_stages=stages, **shape,
     )  # fmt: skip
@@ -424,7 +477,8 @@ def decode(
 
 @triton.jit
 def _prefill(
-    q, keys, values, tables, rings, spans, xq, xd, xs, half, out, table_stride,
+    q, keys, values, key_scales, value_scales, tables, rings, spans,
+    xq, xd, xs, half, out, table_stride, scale_stride,
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
@@ -475,17 +529,17 @@ def _prefill(
         if WINDOW > 0:
             acc, peak, total = _tiles(
                 acc, peak, total, lines, query, kv_head, start, whole, low, newest + 1,
-                table, ring, keys, values,
+                table, ring, keys, values, key_scales, value_scales, scale_stride,
                 KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True, EMU,
             )  # fmt: skip
         acc, peak, total = _tiles(
             acc, peak, total, lines, query, kv_head, whole, until, low, newest + 1,
-            table, ring, keys, values,
+            table, ring, keys, values, key_scales, value_scales, scale_stride,
             KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, False, EMU,
         )  # fmt: skip
         acc, peak, total = _tiles(
             acc, peak, total, lines, query, kv_head, tl.maximum(whole, until), newest + 1,
-            low, newest + 1, table, ring, keys, values,
+            low, newest + 1, table, ring, keys, values, key_scales, value_scales, scale_stride,
             KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True, EMU,
         )  # fmt: skip
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -507,6 +561,7 @@ def prefill(
     half: Tensor | None = None,
     ordered: bool = False,
     out: Tensor | None = None,
+    scales: KvScales | None = None,
     lines: int | None = None,
     tile: int | None = None,
     pdl: bool = False,
@@ -529,6 +584,7 @@ def prefill(
         half: the result as float16 or bfloat16.
         ordered: `half` is for `tensor_rows`, its columns in that order.
         out: the result as float32. Rows of no chunk are not written in any form.
+        scales: of int8 K and V.
         lines: rows times heads of a program, a power of two.
         tile: keys taken at a time, a power of two.
         pdl: programmatic dependent launch.
@@ -542,7 +598,8 @@ def prefill(
     lines = max(lines or 128, grouped)
     xq, xd, xs = _planes(quantised, head_dim)
     _prefill[(triton.cdiv(longest, lines // grouped), kv_heads, spans.shape[0])](
-        q, keys, values, tables, rings, spans, xq, xd, xs, half, out, tables.stride(0),
+        q, keys, values, *scale_planes(keys, scales), tables, rings, spans,
+        xq, xd, xs, half, out, tables.stride(0), scale_stride(scales),
         H=heads, KH=kv_heads, HD=head_dim, P=padded, G=group, GP=grouped,
         BQ=lines, BT=keys.shape[1], BK=tile or (64 if padded <= 128 else 32),
         WINDOW=window or 0, CAP=float(cap), ORDERED=ordered, PDL=pdl, EMU=emulated(),

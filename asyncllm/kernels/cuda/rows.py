@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     # int32 [M, 2, K / 8], float32 [M, K / 32], int32 [M, K / 32]; see `put_quantised`.
     Quantised = tuple[Tensor, Tensor, Tensor]
 
+    # Of K and of V, float32 [blocks, kv_heads, block_tokens], of which only blocks may lie apart.
+    KvScales = tuple[Tensor, Tensor]
+
 QUANTISED_COLUMNS = 32
 
 # Adding it to a float32 of up to 2**22 leaves the nearest integer in the low bits, even on ties.
@@ -46,14 +49,11 @@ def softcapped(x, cap):
 
 
 @triton.jit
-def put_quantised(v, row, block, keep, xq, xd, xs, K: tl.constexpr):
-    """Write runs of 32 columns as int8 with a scale each.
+def to_int8(v):
+    """Lines of float32 [N, W] as whole numbers up to 127, int32, and what they are multiples of.
 
-    `v`: float32 [N, 32]; `row`, `block`: where each run belongs, int64 and int32 [N] or scalars;
-    `keep`: which to write. Plane 0 of `xq` has the first 16 columns of each run, plane 1 the rest;
-    `xs` the sums of both, 16 bits each. A run with a NaN or an infinity gets the scale NaN.
+    A line with a NaN or an infinity is a multiple of NaN.
     """
-    i = tl.arange(0, 32)[None, :]
     # Bits of positive floats order as they do, and NaN comes last; a maximum of floats drops NaN.
     peak = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     wrong = peak >= _INFINITY_BITS
@@ -62,16 +62,28 @@ def put_quantised(v, row, block, keep, xq, xd, xs, K: tl.constexpr):
     inverse = tl.where(tiny, 0.0, 127.0 / tl.where(tiny, 1.0, largest))
     v = tl.where(wrong[:, None], 0.0, v)
     bits = (v * inverse[:, None] + _ROUNDER).to(tl.int32, bitcast=True)
-    q = bits - _ROUNDER_BITS
+    return bits - _ROUNDER_BITS, tl.where(wrong, float("nan"), largest / 127)
+
+
+@triton.jit
+def put_quantised(v, row, block, keep, xq, xd, xs, K: tl.constexpr):
+    """Write runs of 32 columns as int8 with a scale each.
+
+    `v`: float32 [N, 32]; `row`, `block`: where each run belongs, int64 and int32 [N] or scalars;
+    `keep`: which to write. Plane 0 of `xq` has the first 16 columns of each run, plane 1 the rest;
+    `xs` the sums of both, 16 bits each. A run with a NaN or an infinity gets the scale NaN.
+    """
+    i = tl.arange(0, 32)[None, :]
+    q, scale = to_int8(v)
     sums = tl.sum(tl.where(i < 16, q, q * 65536), 1)
     # A negative low half has borrowed from the high one.
     sums += tl.where((sums & 0x8000) != 0, 65536, 0)
     # Four bytes a word: their threads need no exchange.
-    bytes_ = tl.reshape((bits & 255) << (i % 4 * 8), [v.shape[0], 8, 4])
+    bytes_ = tl.reshape((q & 255) << (i % 4 * 8), [v.shape[0], 8, 4])
     w = tl.arange(0, 8)[None, :]
     at = (row * (K // 4) + block * 4)[:, None] + (w // 4) * (K // 8) + w % 4
     tl.store(xq + at, tl.sum(bytes_, 2), mask=keep[:, None])
-    tl.store(xd + row * (K // 32) + block, tl.where(wrong, float("nan"), largest / 127), mask=keep)
+    tl.store(xd + row * (K // 32) + block, scale, mask=keep)
     tl.store(xs + row * (K // 32) + block, sums, mask=keep)
 
 
@@ -298,8 +310,8 @@ def gate(
 
 @triton.jit
 def _heads(
-    qkv, bias, q_norm, k_norm, cos, sin, positions, slots, tables, rings, keys, values, q_out,
-    eps, scale, table_stride,
+    qkv, bias, q_norm, k_norm, cos, sin, positions, slots, tables, rings, keys, values,
+    key_scales, value_scales, q_out, eps, scale, table_stride, scale_stride,
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr,
     HB: tl.constexpr, BT: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -333,6 +345,7 @@ def _heads(
     block_at = tables + slot.to(tl.int64) * table_stride + number
     block = tl.load(block_at, mask=used, other=0, cache_modifier=".cg")
     place = (block.to(tl.int64) * BT + position % BT) * KH
+    scale_place = block.to(tl.int64) * scale_stride + position % BT
     turn = position.to(tl.int64) * HALF + angle
     c = tl.load(cos + turn, mask=rotated, other=1.0)
     s = tl.load(sin + turn, mask=rotated, other=0.0)
@@ -364,10 +377,20 @@ def _heads(
         tl.store(q_at, (v * scale).to(q_out.dtype.element_ty), mask=inside[None, :])
     elif is_k:
         k_at = keys + (place + head - H)[:, None] * HD + i[None, :]
-        tl.store(k_at, v.to(keys.dtype.element_ty), mask=inside[None, :] & used)
+        if key_scales is None:
+            tl.store(k_at, v.to(keys.dtype.element_ty), mask=inside[None, :] & used)
+        else:
+            whole, step = to_int8(v)
+            tl.store(k_at, whole.to(tl.int8), mask=inside[None, :] & used)
+            tl.store(key_scales + scale_place + (head - H) * BT, step, mask=used)
     else:
         v_at = values + (place + head - H - KH)[:, None] * HD + i[None, :]
-        tl.store(v_at, v.to(values.dtype.element_ty), mask=inside[None, :] & used)
+        if value_scales is None:
+            tl.store(v_at, v.to(values.dtype.element_ty), mask=inside[None, :] & used)
+        else:
+            whole, step = to_int8(v)
+            tl.store(v_at, whole.to(tl.int8), mask=inside[None, :] & used)
+            tl.store(value_scales + scale_place + (head - H - KH) * BT, step, mask=used)
 
 
 def heads(
@@ -388,6 +411,7 @@ def heads(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     bias: Tensor | None = None,
+    scales: KvScales | None = None,
     tile: int | None = None,
     pdl: bool = False,
     warps: int | None = None,
@@ -411,6 +435,7 @@ def heads(
         k_norm: likewise of k; both or neither.
         eps: of these norms.
         bias: float32, added to every row of `qkv` first.
+        scales: of int8 K and V: each head's largest magnitude divided by 127.
         tile: heads of a program, a divisor of `heads` and of `kv_heads`, a power of two.
         pdl: programmatic dependent launch.
         warps: of a program.
@@ -424,8 +449,8 @@ def heads(
         while tile < 8 and count % (2 * tile) == kv_heads % (2 * tile) == 0 and rows > 8 * tile:
             tile *= 2
     _heads[(rows, (count + 2 * kv_heads) // tile)](
-        qkv, bias, q_norm, k_norm, cos, sin, positions, slots, tables, rings, keys, values, q_out,
-        eps, scale, tables.stride(0),
+        qkv, bias, q_norm, k_norm, cos, sin, positions, slots, tables, rings, keys, values,
+        *scale_planes(keys, scales), q_out, eps, scale, tables.stride(0), scale_stride(scales),
         H=count, KH=kv_heads, HD=head_dim, P=padded, HALF=cos.shape[1], HB=tile,
         BT=keys.shape[1], INTERLEAVED=interleaved, PDL=pdl,
         num_warps=warps or warps_for(tile * padded, 128), **launch_options(pdl),
@@ -455,3 +480,21 @@ def _planes(quantised: Quantised | None, width: int) -> tuple[Tensor | None, ...
     if width % QUANTISED_COLUMNS:
         raise ValueError(f"rows of {width} columns: int8 rows need a multiple of 32")
     return quantised
+
+
+def scale_planes(keys: Tensor, scales: KvScales | None) -> tuple[Tensor | None, Tensor | None]:
+    """Scales of K and of V as the kernels take them.
+
+    Raises:
+        ValueError: K and V are int8 without scales, or are not and have some.
+    """
+    if (scales is None) == (keys.dtype.itemsize == 1):
+        raise ValueError(
+            f"K and V of {keys.dtype} {'without' if scales is None else 'with'} scales"
+        )
+    return (None, None) if scales is None else scales
+
+
+def scale_stride(scales: KvScales | None) -> int:
+    """From a block's scales to the next block's."""
+    return 0 if scales is None else scales[0].stride(0)
