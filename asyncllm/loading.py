@@ -134,7 +134,7 @@ def _build(
             longest = options.context_length or config.context_length
             size = options.chunk if options.chunk == "auto" else min(options.chunk, longest)
             chunk = ChunkPolicy(size, options.chunk_budget_ms)
-            backend = backend.suit(config, options.block_tokens)
+            backend = backend.suit(config, options.block_tokens, stages.bytes_total)
             kv_dtype = _kv_dtype(options, backend)
             available = backend.available_bytes(stages.bytes_total)
             groups, context_length = _layer_groups(
@@ -191,7 +191,7 @@ def _build(
         max_seqs=options.max_seqs,
         context_length=context_length,
         chunk=chunk,
-        decode_refusals=runner.decode_refusals,
+        decode_refusal=runner.decode_refusal,
     )
     stages.report("ready")
     return Parts(

@@ -269,15 +269,14 @@ def choice_cases(shape: Shape, batch: int, device: str) -> Iterator[Case]:
             )
     edits = choice.Edits(
         repetition=torch.full((batch,), 1.1, device=device),
-        presence=torch.zeros(batch, device=device),
-        frequency=torch.zeros(batch, device=device),
-        counts=torch.zeros(batch, shape.vocabulary, dtype=torch.int32, device=device),
-        bias_counts=zeros,
+        presence=torch.zeros(batch, dtype=torch.float64, device=device),
+        frequency=torch.zeros(batch, dtype=torch.float64, device=device),
+        counts=torch.zeros(batch, shape.vocabulary, dtype=torch.int16, device=device),
         bias_ids=torch.zeros(batch, 8, dtype=torch.int32, device=device),
         biases=torch.zeros(batch, 8, device=device),
     )
     slots = torch.arange(batch, dtype=torch.int32, device=device)
-    yield "edit: repetition penalty", partial(choice.edit, logits, edits, slots)
+    yield "edit: repetition penalty", partial(choice.edit, logits, edits, slots, zeros)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -158,7 +158,7 @@ class FakeModel:
             max_seqs=self.options.max_seqs,
             context_length=self._context_length,
             chunk=chunk,
-            decode_refusals=runner.decode_refusals,
+            decode_refusal=runner.decode_refusal,
         )
         loading.progress(LoadProgress("ready", 1.0))
         return Parts(

@@ -91,6 +91,7 @@ class FakeRunner:
     ) -> None:
         self.one_step_ahead = one_step_ahead
         self.decode_refusals: dict[DecodeMode, str] = {}
+        self.asked: list[tuple[DecodeMode, int]] = []  # what forms, for how many rows
         self.broken: dict[int, Exception] = {}  # sequence ids whose rows fail
         self.launch_failures: list[str] = []
         self.copies = self.growth_calls = 0
@@ -128,6 +129,10 @@ class FakeRunner:
         expected, result = self._results.popleft()
         assert ticket == expected, "tickets are collected in order"
         return result
+
+    def decode_refusal(self, mode: DecodeMode, rows: Sequence[Row]) -> str | None:
+        self.asked.append((mode, len(rows)))
+        return self.decode_refusals.get(mode)
 
     def tune(self, plan: StepPlan) -> None:
         pass
@@ -239,6 +244,7 @@ class Engine:
             grants=grants,
             seconds=seconds,
         )
+        self.runner.decode_refusals |= refusals or {}
         self.policy = policy or ChunkPolicy(chunk, 1e9)
         self.cache = KvCache(
             groups,
@@ -253,7 +259,7 @@ class Engine:
             max_seqs=max_seqs,
             context_length=context_length,
             chunk=self.policy,
-            decode_refusals=refusals or {},
+            decode_refusal=self.runner.decode_refusal,
         )
         self.requests: list[Request] = []
         self.plans: list[StepPlan] = []

@@ -658,7 +658,7 @@ def test_uniforms_have_the_bits_of_the_samplers() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 5, 8])
-def test_greedy_takes_the_first_of_the_largest_and_minus_one_for_nan(parts: int) -> None:
+def test_greedy_takes_the_first_of_the_largest_and_tells_what_is_none(parts: int) -> None:
     logits = randn(5, 1500)
     logits[0, [1203, 400, 1499]] = 9.0
     logits[1, 77] = NAN
@@ -669,7 +669,7 @@ def test_greedy_takes_the_first_of_the_largest_and_minus_one_for_nan(parts: int)
     scratch = choice.ChoiceScratch.of(5, 1500, DEVICE, parts)
     tokens = int32([-7] * 5)
     choice.greedy(logits, tokens, scratch)
-    assert tokens.tolist() == [400, -1, 0, 1499, 9]
+    assert tokens.tolist() == [400, -1, -3, -2, 9]
 
 
 def test_a_cap_applies_before_the_choice() -> None:
@@ -732,16 +732,19 @@ def test_the_parts_of_a_row_and_its_company_do_not_change_the_choice() -> None:
     assert alone == whole
 
 
-def test_rows_without_numbers_to_draw_by_have_no_token_or_the_largest() -> None:
+def test_rows_without_numbers_to_draw_by_have_no_token() -> None:
     logits = randn(3, 300)
     logits[0, 17] = NAN
     logits[1] = -math.inf
     logits[2, 250] = math.inf
     how = draws([Filter(1.0, 40, 0.9, 0.0, math.inf)] * 3, [1, 2, 3], [0, 0, 0])
-    assert sampled(logits, how) == [-1, 0, 250]
+    assert sampled(logits, how) == [-1, -3, -2]
+    assert math.isnan(choice.SICK[-1])
+    assert (choice.SICK[-2], choice.SICK[-3]) == (math.inf, -math.inf)
 
 
-def test_edits_are_the_samplers_in_its_order() -> None:
+@pytest.mark.parametrize("cap", [0.0, 10.0])
+def test_edits_are_the_samplers_in_its_order(cap: float) -> None:
     vocabulary = 1200
     params = [
         SamplingParams(repetition_penalty=1.3),
@@ -761,26 +764,30 @@ def test_edits_are_the_samplers_in_its_order() -> None:
     biases = poisoned(4, 2)
     bias_ids[2], biases[2] = int32([5, 1100]), torch.tensor([4.0, -math.inf])
     numbers = {
-        name: torch.tensor([getattr(p, name) or 0.0 for p in params], device=DEVICE)
+        name: torch.tensor([getattr(p, name) for p in params], dtype=torch.float64, device=DEVICE)
         for name in ("presence_penalty", "frequency_penalty")
     }
     repetition = torch.tensor([1.3, 1.0, 0.7, 1.0], device=DEVICE)
     edits = choice.Edits(
         repetition, numbers["presence_penalty"], numbers["frequency_penalty"],
-        counts, int32([0, 0, 2, 0]), bias_ids, biases,
+        counts, bias_ids, biases,
     )  # fmt: skip
     logits = randn(5, vocabulary, scale=3.0)
     wanted = logits.cpu()
-    choice.edit(logits, edits, slots, cap=10.0)
+    choice.edit(logits, edits, slots, int32([2, 0, 0, -1, 5]), cap=cap)
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        reference.softcap(wanted[row], 10.0)
+        if cap:
+            reference.softcap(wanted[row], cap)
         for token, bias in (params[slot].logit_bias or {}).items():
             wanted[row, token] += bias
         penalties = Penalties(params[slot], prompt, output, vocabulary, wanted.device)
         penalties.apply(wanted[row])
-    torch.testing.assert_close(logits.cpu(), wanted, rtol=1e-5, atol=5e-6)
+    if cap:
+        torch.testing.assert_close(logits.cpu(), wanted, rtol=1e-5, atol=5e-6)
+    else:
+        assert torch.equal(logits.cpu(), wanted)
 
 
 def test_a_count_ends_below_the_flag_of_the_prompt() -> None:

@@ -88,7 +88,7 @@ class Device:
             max_seqs=MAX_SEQS,
             context_length=CONTEXT,
             chunk=ChunkPolicy(CHUNK, 1e9),
-            decode_refusals=self.runner.decode_refusals,
+            decode_refusal=self.runner.decode_refusal,
         )
         self.modes: set[str] = set()
 

@@ -102,7 +102,7 @@ class Loop:
             max_seqs=max_seqs,
             context_length=CONTEXT,
             chunk=ChunkPolicy(chunk, 1e9),
-            decode_refusals=self.runner.decode_refusals,
+            decode_refusal=self.runner.decode_refusal,
         )
         self.logprobs: dict[int, list[TokenLogprob]] = {}
         self.scores: dict[int, list[TokenLogprob]] = {}

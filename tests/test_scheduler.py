@@ -824,7 +824,7 @@ class TestRecords:
         engine.step()
         assert (scheduler.decode_mode, scheduler.decode_mode_reason) == ("idle", "")
 
-    def test_refusals_and_sampling_are_the_reason_where_they_are(self) -> None:
+    def test_the_runners_refusals_are_the_reason(self) -> None:
         refusals: dict[DecodeMode, str] = {
             "pipelined": "no device argmax",
             "batched": "no kernel for IQ2_S",
@@ -837,10 +837,13 @@ class TestRecords:
         step(engine)
         plan = step(engine)
         assert (plan.decode_mode, plan.decode_mode_reason) == ("plain", "no kernel for IQ2_S")
-        sampled = Engine()
-        sampled.request(prompt(5), 40, ignore_eos=True, temperature=0.5)
-        step(sampled)
-        assert "sampled" in step(sampled).decode_mode_reason
+        assert engine.runner.asked == [("pipelined", 1), ("batched", 2)]
+
+    def test_a_sampled_sequence_is_pipelined_where_the_runner_says_nothing_against_it(self) -> None:
+        engine = Engine()
+        engine.request(prompt(5), 40, ignore_eos=True, temperature=0.5)
+        step(engine)
+        assert (step(engine).decode_mode, engine.scheduler.decode_mode_reason) == ("pipelined", "")
 
     def test_counters_tell_requests_waiting_and_sequences_otherwise(self) -> None:
         engine = Engine(max_seqs=2, chunk=4)

@@ -65,8 +65,8 @@ class Backend:
         """Bytes that the K/V pool may grow into; `None`: the process's own memory decides."""
         return None
 
-    def suit(self, config: ModelConfig, block_tokens: int) -> Backend:
-        """Itself, or what serves instead where a model's shape asks for it."""
+    def suit(self, config: ModelConfig, block_tokens: int, weights_bytes: int = 0) -> Backend:
+        """Itself, or what serves instead where a model's shape or size asks for it."""
         if self.library is None:
             return self
         from asyncllm.runner.cpu_step import refusal
@@ -144,6 +144,14 @@ class Backend:
 DENSE_SHARE = 0.15
 
 
+def _resident_bytes(weights_bytes: int) -> int:
+    """Bytes of device memory that a model takes without its K and V.
+
+    Repacked, weights take a little more; activations and graphs take the rest of the reserve.
+    """
+    return int(1.05 * weights_bytes) + (1 << 30)
+
+
 @dataclass(slots=True)
 class CudaBackend(Backend):
     """Triton kernels on an NVIDIA GPU."""
@@ -164,26 +172,30 @@ class CudaBackend(Backend):
         """
         import torch
 
-        # Repacked they take a little more; activations and graphs take the rest of the reserve.
         free = int(torch.cuda.mem_get_info(self.device)[0])
-        return int((1 - DENSE_SHARE) * free) - int(1.05 * weights_bytes) - (1 << 30)
+        return int((1 - DENSE_SHARE) * free) - _resident_bytes(weights_bytes)
 
-    def suit(self, config: ModelConfig, block_tokens: int) -> Backend:
-        """Itself; for a shape the device path does not have the CPU, unless a GPU was asked for.
+    def suit(self, config: ModelConfig, block_tokens: int, weights_bytes: int = 0) -> Backend:
+        """Itself; for a model the device cannot serve the CPU, unless a GPU was asked for.
 
         Raises:
             OptionsError: it was.
         """
+        import torch
+
         from asyncllm.runner.cuda_step import refusal
 
         reason = refusal(config, block_tokens)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        if reason is None and _resident_bytes(weights_bytes) > free:
+            reason = f"its weights take {weights_bytes} bytes, and {free} are free on the device"
         if reason is None:
             return self
         if self.instead is None:
             raise OptionsError(f'device={self.device!r}: {reason}; device="cpu" runs it')
         backend = self.instead()
         backend.note(f"not on the GPU: {reason}")
-        return backend.suit(config, block_tokens)
+        return backend.suit(config, block_tokens, weights_bytes)
 
     def pack(self, model: CausalLM, on_tiles: Callable[[int], None]) -> None:
         """Bring the weights to the device."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from asyncllm.kernels.cuda import attention, rows
+from asyncllm.kernels.cuda import attention, choice, rows
 from asyncllm.kernels.cuda.choice import ChoiceScratch, Draws, greedy, sample
 from asyncllm.kernels.cuda.products import few_rows
 from asyncllm.kernels.cuda.tensor_cores import most_partial_sums, tensor_rows
@@ -23,6 +23,7 @@ from asyncllm.kernels.cuda.tokens import first_tokens, receive, remember
 from asyncllm.kernels.cuda.unpacking import embedding_rows, unpack_to
 from asyncllm.kernels.cuda.weights import DeviceWeight, Staging, joined, upload
 from asyncllm.model.rope import cos_sin
+from asyncllm.runner.slot_edits import SlotEdits
 
 if TYPE_CHECKING:
     from asyncllm.kv.pool import KvPool
@@ -39,9 +40,11 @@ TENSOR_ROWS: Final = 64
 HALF: Final = torch.bfloat16  # of what dense products take: its range is float32's
 QUERY: Final = torch.float16  # of queries, keys and values
 
+ACTIVATIONS: Final = ("silu", "gelu_tanh")
+
 # Fields of a batch that go to the device with one copy, 32-bit words of max_batch rows each.
-SLOT, POSITION, FRESH, TOP_K, TEMPERATURE, TOP_P, MIN_P, OUTPUT, INDEX, SEED = range(10)
-FIELDS: Final = 11  # a seed has two
+SLOT, POSITION, FRESH, HOLDING, TOP_K, TEMPERATURE, TOP_P, MIN_P, OUTPUT, INDEX, SEED = range(11)
+FIELDS: Final = 12  # a seed has two
 
 # A decode step none of whose positions goes beyond shares their keys out to fewer programs.
 SHORT: Final = 512
@@ -50,12 +53,39 @@ SHORT: Final = 512
 RING: Final = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a decoding step has to be able to do, for which it is captured.
+
+    Attributes:
+        count: rows, those that only pad it included.
+        sampled: whether any is sampled; otherwise all are greedy.
+        searches: whether any has top_k, and top_p, on.
+        edited: whether any has penalties or biases.
+        reach: all positions are below; what `CudaProgram.reach` gives.
+    """
+
+    count: int
+    sampled: bool = False
+    searches: tuple[bool, bool] = (False, False)
+    edited: bool = False
+    reach: int = 0
+
+
 def refusal(config: ModelConfig, block_tokens: int) -> str | None:
-    """Why the device path cannot serve a model, or `None` if it can."""
+    """Why the device path cannot serve a model, or `None` if it can; asked once, at load.
+
+    Some of what it takes is never missing, so it is not asked for. Every format has a product and a
+    kernel for its embedding rows: those without planes of their own become 16-bit floats. Every
+    rotary embedding is a table of cos and sin by position. The tail takes any vocabulary; tokens
+    that it cannot choose are chosen on the host, request by request. Whether the weights fit is
+    asked by the backend, which knows the device.
+    """
     widths = {
         "embedding width": (config.embedding, 32),
         "feed-forward width": (config.feed_forward, 32),
         "head width": (config.head_dim, 16),
+        "width of all heads": (config.heads * config.head_dim, 32),
         "block_tokens": (block_tokens, 16),
     }
     for name, (width, multiple) in widths.items():
@@ -63,6 +93,8 @@ def refusal(config: ModelConfig, block_tokens: int) -> str | None:
             return f"{name} {width} is no multiple of {multiple}"
     if config.head_dim > 256:
         return f"head width {config.head_dim} is above 256"
+    if config.architecture.activation not in ACTIVATIONS:
+        return f"activation {config.architecture.activation!r} has no kernel"
     return None
 
 
@@ -269,6 +301,7 @@ class CudaProgram:
             `turn % RING` of it.
         results: int32 [RING, max_batch] in pinned memory; there it leaves the tokens.
         turn: how often `decode` ran; who replays a capture of it counts that here.
+        edits: penalties and biases, once `make_edits` was called.
     """
 
     def __init__(
@@ -331,6 +364,7 @@ class CudaProgram:
         self._dense = zeros(weights.largest if count > few else 0, dtype=HALF)
         sums = most_partial_sums(weights.widest, some) if count > few else 0
         self._partial = zeros(sums)
+        self.edits: SlotEdits | None = None
         self._decode_scratch: dict[tuple[int, int], attention.DecodeScratch] = {}
         self._choice_scratch: dict[int, ChoiceScratch] = {}
         self._context = model.context_length
@@ -353,15 +387,9 @@ class CudaProgram:
         """Positions that a decode step is made for which has this as its last."""
         return min(SHORT if position < SHORT else self._context, self._context)
 
-    def decode(self, count: int, *, reach: int, sampled: bool, searches: tuple[bool, bool]) -> None:
-        """One token of each of `count` sequences, by an entry of `ring`, chosen into `results`.
-
-        Args:
-            count: of the batch.
-            reach: all positions are below; what `reach` gives.
-            sampled: whether any row is not greedy.
-            searches: whether any row has top_k, and top_p, on.
-        """
+    def decode(self, form: Form) -> None:
+        """One token of each of some sequences, by an entry of `ring`, chosen into `results`."""
+        count, reach = form.count, form.reach
         self.turn += 1
         receive(self.ring, self._turn, self.fields)
         slots, positions = self.field(SLOT, count), self.field(POSITION, count)
@@ -393,17 +421,13 @@ class CudaProgram:
 
         self._layers(count, slots, positions, attend)
         self._head(self._x[self._now][:count])
-        self._choose(count, sampled=sampled, searches=searches)
+        self._choose(form)
         remember(
             *(self.next_tokens[:count], slots, self.last),
             results=self.results,
             turn=self._turn,
             pdl=self.pdl,
         )
-
-    def again(self) -> None:
-        """The next `decode` is to find what the one before found."""
-        self.ring[self.turn % RING] = self.ring[(self.turn - 1) % RING]
 
     def chunks(
         self, slots: Tensor, positions: Tensor, fresh: Tensor, spans: Tensor, longest: int
@@ -443,19 +467,30 @@ class CudaProgram:
         torch.index_select(self._x[self._now], 0, index, out=chosen)
         self._head(chosen)
 
-    def choose(self, count: int, *, sampled: bool, searches: tuple[bool, bool]) -> None:
-        """A token for each of the first `count` rows of `logits`, by `fields`."""
-        self._choose(count, sampled=sampled, searches=searches)
-        remember(self.next_tokens[:count], self.field(SLOT, count), self.last)
+    def choose(self, form: Form) -> None:
+        """A token for each of the first rows of `logits`, by `fields`."""
+        self._choose(form)
+        remember(self.next_tokens[: form.count], self.field(SLOT, form.count), self.last)
 
-    def _choose(self, count: int, *, sampled: bool, searches: tuple[bool, bool]) -> None:
+    def make_edits(self) -> SlotEdits:
+        """Room for penalties and biases, of which there is none before the first is asked for."""
+        if self.edits is None:
+            self.edits = SlotEdits(len(self.last), self.vocab_size, self.device)
+        return self.edits
+
+    def _choose(self, form: Form) -> None:
+        count = form.count
         scratch = self._choice_scratch.get(count)
         if scratch is None:
             scratch = ChoiceScratch.of(count, self.vocab_size, self.device)
             self._choice_scratch[count] = scratch
         logits, tokens = self.logits[:count, : self.vocab_size], self.next_tokens[:count]
-        cap = self.config.final_softcap
-        if sampled:
+        cap, slots = self.config.final_softcap, self.field(SLOT, count)
+        edits = self.make_edits().arrays if form.edited else None
+        if edits is not None:
+            choice.edit(logits, edits, slots, self.field(HOLDING, count), cap=cap, pdl=self.pdl)
+            cap = 0.0  # applied
+        if form.sampled:
             start = SEED * self.max_batch
             draws = Draws(
                 temperature=self.float_field(TEMPERATURE, count),
@@ -466,9 +501,11 @@ class CudaProgram:
                 outputs=self.field(OUTPUT, count),
                 indices=self.field(INDEX, count),
             )
-            sample(logits, draws, tokens, scratch, cap=cap, searches=searches, pdl=self.pdl)
+            sample(logits, draws, tokens, scratch, cap=cap, searches=form.searches, pdl=self.pdl)
         else:
             greedy(logits, tokens, scratch, cap=cap, pdl=self.pdl)
+        if edits is not None:
+            choice.count(tokens, slots, edits.counts, pdl=self.pdl)
 
     # How.
 

@@ -11,17 +11,19 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from time import perf_counter
+from dataclasses import asdict, dataclass, field
+from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from asyncllm import telemetry
+from asyncllm.kernels.cuda.choice import SICK
 from asyncllm.runner.cuda_step import (
     FIELDS,
     FRESH,
+    HOLDING,
     INDEX,
     MIN_P,
     OUTPUT,
@@ -33,13 +35,16 @@ from asyncllm.runner.cuda_step import (
     TOP_K,
     TOP_P,
     CudaProgram,
+    Form,
 )
 from asyncllm.runner.runner import row_result
+from asyncllm.runner.slot_edits import MOST_BIASES
 from asyncllm.sampling.sampler import (
     Sampled,
     Sampler,
     SamplingState,
     prompt_logprobs,
+    sick_edits,
     sick_logits,
 )
 from asyncllm.scheduler.step import (
@@ -94,6 +99,7 @@ class _Ticket:
         scores: log-probabilities of prompts, by row.
         waited_s: how long the host waited for it.
         results: once it is finished.
+        phases: fields of its `decode-batch-phase` record, if anyone wants one.
     """
 
     rows: Sequence[Row]
@@ -105,6 +111,7 @@ class _Ticket:
     scores: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     waited_s: float = 0.0
     results: dict[int, Sampled | Exception] | None = None
+    phases: dict[str, int] | None = None
 
 
 class CudaRunner:
@@ -122,14 +129,13 @@ class CudaRunner:
 
     def __init__(self, program: CudaProgram, pool: KvPool, *, vocab_size: int, slots: int) -> None:
         self.program = program
-        self.decode_refusals: dict[DecodeMode, str] = {}
         self._pool, self._vocab_size = pool, vocab_size
         self._on_device = program.device.type == "cuda"
         self._stream = torch.cuda.Stream(program.device) if self._on_device else None
         longest = max(table.shape[1] for table in program.tables)
         self._buffers = [_Buffers(program, longest * len(program.tables)) for _ in range(IN_FLIGHT)]
         self._turn = 0
-        self._graphs: dict[tuple[int, int, bool, tuple[bool, bool]], Any] = {}
+        self._graphs: dict[Form, Any] = {}
         self._sampler = Sampler(vocab_size)
         self._states: dict[int, SamplingState] = {}
         self._slot_of: dict[int, int] = {}
@@ -138,8 +144,19 @@ class CudaRunner:
         self._outstanding: list[_Ticket] = []
         self._closed = False
         self._ended = 0.0
+        self._no_edits: str | None = None  # why penalties and biases are left to the host
 
     # The runner's protocol.
+
+    def decode_refusal(self, mode: DecodeMode, rows: Sequence[Row]) -> str | None:
+        """Why the rows' tokens cannot be chosen on the device by one captured step."""
+        if any(row.count > 1 or not row.wants_token for row in rows):
+            return "a prompt chunk shares the step"
+        for row in rows:
+            reason = self._host_reason(row)
+            if reason is not None:
+                return f"the host chooses the tokens of a sequence: {reason}"
+        return None
 
     def submit(self, plan: StepPlan) -> _Ticket:
         """Put a step onto the stream."""
@@ -202,62 +219,66 @@ class CudaRunner:
 
     def _run(self, ticket: _Ticket) -> None:
         rows = ticket.rows
-        device_rows = all(self._on_device_choice(row) for row in rows if row.wants_token)
         self._know_tokens(rows)
+        began = perf_counter_ns()
         slots = self._write_tables(ticket)
+        upload_ns = perf_counter_ns() - began
         ticket.wanting = [index for index, row in enumerate(rows) if row.wants_token]
-        decoding = all(row.count == 1 and row.wants_token for row in rows)
-        asks_scores = any(row.sampling.params.prompt_logprobs is not None for row in rows)
-        if decoding and device_rows and not asks_scores:
-            self._decode(ticket, slots)
+        if self.decode_refusal("batched", rows) is None:
+            self._decode(ticket, slots, upload_ns)
         else:
             self._chunks(ticket, slots)
         if ticket.buffers.event is not None:
             ticket.buffers.event.record(self._stream)
 
-    def _decode(self, ticket: _Ticket, slots: Sequence[int]) -> None:
+    def _decode(self, ticket: _Ticket, slots: Sequence[int], upload_ns: int) -> None:
         rows, program = ticket.rows, self.program
         count = len(rows)
         batch = next(size for size in (*BATCHES, program.max_batch) if size >= count)
         batch = min(batch, program.max_batch)
+        began = perf_counter_ns()
         words = program.ring[program.turn % RING].numpy()
-        sampled, searches = self._write_fields(words, rows, slots, batch)
-        reach = program.reach(max(row.offset for row in rows))
-        graph = self._graph((batch, reach, sampled, searches))
+        form = self._write_fields(words, rows, slots, batch)
+        written = perf_counter_ns()
+        graph = self._graph(form)
+        ready = perf_counter_ns()
         ticket.tokens = program.results[program.turn % RING]
         if graph is None:
-            program.decode(batch, reach=reach, sampled=sampled, searches=searches)
+            program.decode(form)
         else:
             graph.replay()
             program.turn += 1
+        if telemetry.enabled():
+            ticket.phases = {
+                "embedding_ns": written - began,
+                "upload_ns": upload_ns,
+                "issue_ns": perf_counter_ns() - ready,
+                "rows": count,
+                "padded": batch,
+            }
 
-    def _graph(self, key: tuple[int, int, bool, tuple[bool, bool]]) -> Any:
-        """The captured step for a batch size; `None` where nothing can be captured."""
+    def _graph(self, form: Form) -> Any:
+        """The captured step of a form; `None` where nothing can be captured."""
         if not self._on_device:
             return None
-        graph = self._graphs.get(key)
+        graph = self._graphs.get(form)
         if graph is None:
-            batch, reach, sampled, searches = key
-            started = perf_counter()
-            # Once as it is, which compiles what is new; the replay does it all again. Chained rows
-            # read what sequences chose last, so that has to be put back.
-            last = self.program.last.clone()
-            self.program.decode(batch, reach=reach, sampled=sampled, searches=searches)
-            self.program.last.copy_(last)
+            program, started = self.program, perf_counter()
+            # Once over padding alone, which compiles what is new and leaves nothing behind: chained
+            # rows read what sequences chose last, and penalties what they chose so far.
+            entry = program.ring[program.turn % RING]
+            real = entry.clone()
+            entry[SLOT * program.max_batch : SLOT * program.max_batch + form.count] = -1
+            program.decode(form)
             torch.cuda.current_stream().synchronize()
-            self.program.again()
+            program.ring[program.turn % RING] = real
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self.program.decode(batch, reach=reach, sampled=sampled, searches=searches)
-            self.program.turn -= 1  # it was not run
-            self._graphs[key] = graph
-            telemetry.record(
-                "graph-captured",
-                batch=batch,
-                reach=reach,
-                sampled=sampled,
-                seconds=perf_counter() - started,
-            )
+                program.decode(form)
+            program.turn -= 1  # it was not run
+            self._graphs[form] = graph
+            seconds = perf_counter() - started
+            telemetry.record("graph-captured", **asdict(form), seconds=seconds)
         return graph
 
     def _chunks(self, ticket: _Ticket, slots: Sequence[int]) -> None:
@@ -270,7 +291,7 @@ class CudaRunner:
             end = first + row.count
             table[0, first:end] = slot
             table[1, first:end] = range(row.offset, row.offset + row.count)
-            table[2, first:end] = -1 if row.chained else row.tokens
+            table[2, first:end] = self._fresh(row) if row.count == 1 else row.tokens
             spans[number] = (first, row.count, row.offset, slot)
             last.append(end - 1)
             first = end
@@ -289,13 +310,13 @@ class CudaRunner:
         buffers.chosen[: len(wanting)] = torch.tensor([last[index] for index in wanting])
         program.head(buffers.chosen[: len(wanting)].to(program.device, non_blocking=True))
         own_slots = [slots[index] for index in wanting]
-        sampled, searches = self._write_fields(buffers.words, chosen, own_slots, len(wanting))
+        form = self._write_fields(buffers.words, chosen, own_slots, len(wanting))
         program.fields.copy_(buffers.fields, non_blocking=True)
         for place, index in enumerate(wanting):
-            if not self._on_device_choice(rows[index]):
+            if self._host_reason(rows[index]) is not None:
                 logits = program.logits[place, : self._vocab_size]
                 ticket.host[index] = logits.to("cpu", copy=True)
-        program.choose(len(wanting), sampled=sampled, searches=searches)
+        program.choose(form)
         buffers.tokens[: len(wanting)].copy_(program.next_tokens[: len(wanting)], non_blocking=True)
 
     def _scores(self, row: Row, start: int) -> tuple[TokenLogprob, ...]:
@@ -323,6 +344,9 @@ class CudaRunner:
             started = perf_counter()
             ticket.buffers.event.synchronize()
             ticket.waited_s = perf_counter() - started
+        if ticket.phases is not None:
+            tail_ns = round(ticket.waited_s * 1e9)
+            telemetry.record("decode-batch-phase", **ticket.phases, device_tail_ns=tail_ns)
         tokens = ticket.tokens[: len(ticket.wanting)].tolist() if ticket.wanting else []
         results: dict[int, Sampled | Exception] = {}
         for index, token in zip(ticket.wanting, tokens, strict=True):
@@ -330,7 +354,7 @@ class CudaRunner:
             if index in ticket.host:
                 results[index] = self._host_choice(ticket.host[index], state)
             elif token < 0:
-                results[index] = sick_logits(float("nan"))
+                results[index] = (sick_edits if state.edits else sick_logits)(SICK[token])
             else:
                 state.append(token)
                 results[index] = Sampled(token)
@@ -345,9 +369,30 @@ class CudaRunner:
 
     # What rows need.
 
-    def _on_device_choice(self, row: Row) -> bool:
-        """Whether the device chooses the row's token."""
-        return self._state(row).may_draw(row.output_count)
+    def _host_reason(self, row: Row) -> str | None:
+        """Why the host chooses the row's token, if it does: the same for all of a sequence."""
+        state = self._state(row)
+        if state.host_reason is not None or not state.ever_edits:
+            return state.host_reason
+        if len(state.biases) > MOST_BIASES:
+            return (
+                f"it has {len(state.biases)} biases, forbidden ids among them; "
+                f"the device takes {MOST_BIASES}"
+            )
+        self._need_edits()
+        return self._no_edits
+
+    def _need_edits(self) -> None:
+        """Make room for penalties and biases when the first sequence has some."""
+        if self.program.edits is not None or self._no_edits is not None:
+            return
+        try:
+            with self._on_stream():
+                edits = self.program.make_edits()
+        except torch.OutOfMemoryError:
+            self._no_edits = "it has penalties or biases, and no device memory is left for them"
+        else:
+            telemetry.record("edits-allocated", bytes=edits.nbytes)
 
     def _know_tokens(self, rows: Sequence[Row]) -> None:
         """Finish steps in flight whose tokens the host chose, where a row goes on from one."""
@@ -373,16 +418,21 @@ class CudaRunner:
 
     def _write_fields(
         self, words: Any, rows: Sequence[Row], slots: Sequence[int], batch: int
-    ) -> tuple[bool, tuple[bool, bool]]:
-        """Write the batch; whether any row is sampled, and which searches that takes."""
+    ) -> Form:
+        """Write the batch, padded to `batch` rows; what the step has to be able to do."""
         floats, size = words.view("float32"), self.program.max_batch
-        sampled = by_k = by_p = False
+        sampled = by_k = by_p = edited = False
         for place, (row, slot) in enumerate(zip(rows, slots, strict=True)):
-            params = self._state(row).filter
+            state = self._state(row)
+            params = state.filter
             words[SLOT * size + place] = slot
+            holding = -1
+            if state.edits_after(row.output_count) and self._host_reason(row) is None:
+                edited, holding = True, state.biases_after(row.output_count)
+            words[HOLDING * size + place] = holding
             words[POSITION * size + place] = row.offset
             words[FRESH * size + place] = self._fresh(row) if row.count == 1 else -1
-            temperature = 0.0 if self._state(row).greedy else params.temperature
+            temperature = 0.0 if state.greedy else params.temperature
             floats[TEMPERATURE * size + place] = temperature
             if temperature > 0:
                 sampled = True
@@ -400,13 +450,14 @@ class CudaRunner:
             words[SLOT * size + place] = -1
             words[POSITION * size + place] = words[FRESH * size + place] = 0
             floats[TEMPERATURE * size + place] = 0.0
-        return sampled, (by_k, by_p)
+        reach = self.program.reach(max(row.offset for row in rows))
+        return Form(batch, sampled, (by_k, by_p), edited, reach)
 
     def _write_tables(self, ticket: _Ticket) -> list[int]:
         """Bring block tables up to date; the slot of each row."""
         slots = []
         for number, row in enumerate(ticket.rows):
-            slot = self._slot(row.sequence_id, ticket.rows)
+            slot = self._slot(row, ticket.rows)
             slots.append(slot)
             held = self._held.get(slot)
             if held is row.block_tables:
@@ -432,15 +483,18 @@ class CudaRunner:
                     start += count
         return slots
 
-    def _slot(self, sequence_id: int, rows: Sequence[Row]) -> int:
-        slot = self._slot_of.get(sequence_id)
+    def _slot(self, row: Row, rows: Sequence[Row]) -> int:
+        slot = self._slot_of.get(row.sequence_id)
         if slot is None:
             if not self._free_slots:
                 # A preempted sequence has one that it does not use now.
                 running = {row.sequence_id for row in rows}
                 running |= {row.sequence_id for each in self._outstanding for row in each.rows}
                 self._free_slot(next(each for each in self._slot_of if each not in running))
-            slot = self._slot_of[sequence_id] = self._free_slots.pop()
+            slot = self._slot_of[row.sequence_id] = self._free_slots.pop()
+            # All of it anew: another sequence had the slot, and may have a step under way still.
+            if self._state(row).ever_edits and self._host_reason(row) is None:
+                self.program.make_edits().put(slot, self._state(row))
         return slot
 
     def _free_slot(self, sequence_id: int) -> None:

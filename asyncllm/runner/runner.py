@@ -78,9 +78,7 @@ class StepRunner:
     one_step_ahead = False
 
     def __init__(self, program: Program, pool: KvPool, *, vocab_size: int, name: str) -> None:
-        self.decode_refusals: dict[DecodeMode, str] = {
-            "pipelined": f"{name} finishes a step before the next is planned"
-        }
+        self._name = name
         self._program = program
         self._pool = pool
         self._vocab_size = vocab_size
@@ -105,6 +103,12 @@ class StepRunner:
 
     def collect(self, ticket: StepResult) -> StepResult:
         return ticket
+
+    def decode_refusal(self, mode: DecodeMode, rows: Sequence[Row]) -> str | None:
+        """Why steps do not overlap; a batch shares its pass whatever its rows ask for."""
+        if mode == "pipelined":
+            return f"{self._name} finishes a step before the next is planned"
+        return None
 
     def tune(self, plan: StepPlan) -> None:
         """Make what choices only timing a decode step can make; `plan` is one."""

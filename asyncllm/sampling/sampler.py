@@ -15,7 +15,7 @@ from asyncllm.sampling.philox import uniform
 from asyncllm.sampling.state import SamplingState
 from asyncllm.scheduler.step import TokenLogprob
 
-__all__ = ["Sampled", "Sampler", "SamplingState", "prompt_logprobs", "sick_logits"]
+__all__ = ["Sampled", "Sampler", "SamplingState", "prompt_logprobs", "sick_edits", "sick_logits"]
 
 _BLOCK = 512  # logits under one partial maximum
 
@@ -94,10 +94,7 @@ class Sampler:
         for row, token, peak in zip(edited, *changed, strict=True):
             tokens[row] = token
             if not math.isfinite(peak):
-                faults[row] = RequestError(
-                    "logits_processors, logit_bias, penalties, min_tokens and bad_words together "
-                    f"leave logits that are {_amiss(peak)}"
-                )
+                faults[row] = sick_edits(peak)
 
         drawn = [i for i, state in enumerate(states) if i not in faults and not state.greedy]
         if drawn:
@@ -127,6 +124,14 @@ class Sampler:
 def sick_logits(peak: float) -> RequestError:
     """What fails a row whose largest logit is no finite number."""
     return RequestError(f"the model's logits are {_amiss(peak)}")
+
+
+def sick_edits(peak: float) -> RequestError:
+    """What fails a row whose largest logit is no finite number once its parameters changed them."""
+    return RequestError(
+        "logits_processors, logit_bias, penalties, min_tokens and bad_words together "
+        f"leave logits that are {_amiss(peak)}"
+    )
 
 
 def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], k: int) -> list[TokenLogprob]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ class SamplingState:
         greedy: whether the most likely token is taken.
         filter: how it is chosen otherwise.
         wants_logprobs: whether log-probabilities are asked for.
+        ever_edits: whether `edit` changes the logits of any token.
     """
 
     def __init__(self, spec: SamplingSpec, vocab_size: int) -> None:
@@ -75,27 +77,58 @@ class SamplingState:
         self._always_edits = bool(
             self._penalised or params.logit_bias or params.logits_processors or self._bad_words
         )
+        self.ever_edits = self._always_edits or params.min_tokens > 0
 
     @property
     def edits(self) -> bool:
         """Whether `edit` would change the next token's logits."""
-        return self._always_edits or len(self.output_ids) < self.spec.params.min_tokens
+        return self.edits_after(len(self.output_ids))
 
-    def may_draw(self, outputs: int) -> bool:
-        """Whether a device may choose the token after `outputs` others, without the host."""
-        return (
-            self.fault is None
-            and not self.wants_logprobs
-            and not self._always_edits
-            and outputs >= self.spec.params.min_tokens
-            and self.filter.typical_p == math.inf
-            and self.filter.temperature <= HOTTEST_DRAW
-        )
+    def edits_after(self, outputs: int) -> bool:
+        """Whether `edit` would change the logits of the token after `outputs` others."""
+        return self._always_edits or outputs < self.spec.params.min_tokens
+
+    @cached_property
+    def host_reason(self) -> str | None:
+        """Why only the sampler can choose this sequence's tokens, all its life.
+
+        `None`: a program that draws, counts tokens and adds biases can do without it.
+        """
+        params = self.spec.params
+        reasons = {
+            "its parameters are at fault": self.fault is not None,
+            "it has logits_processors": params.logits_processors,
+            "it wants logprobs": self.wants_logprobs,
+            "it has bad_words of several tokens": any(len(words) > 1 for words in self._bad_words),
+            "it has typical_p": self.filter.typical_p < math.inf,
+            f"its temperature is above {HOTTEST_DRAW:g}": self.filter.temperature > HOTTEST_DRAW,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    @cached_property
+    def biases(self) -> list[tuple[int, float]]:
+        """What `edit` adds to logits, without processors: token ids and numbers in float32's range.
+
+        First those that always hold, then -inf for each id that would end the output, which holds
+        for the first `min_tokens` tokens.
+        """
+        pairs = self.spec.params.logit_bias or {}
+        found = [(token, _held(value)) for token, value in pairs.items()]
+        found += [(words[-1], -math.inf) for words in self._bad_words if len(words) == 1]
+        if self.spec.params.min_tokens:
+            found += [(token, -math.inf) for token in self._end_ids]
+        return found
+
+    def biases_after(self, outputs: int) -> int:
+        """How many of `biases` hold for the token after `outputs` others."""
+        min_tokens = self.spec.params.min_tokens
+        expired = bool(min_tokens) and outputs >= min_tokens
+        return len(self.biases) - (len(self._end_ids) if expired else 0)
 
     @property
     def draw(self) -> Draw | None:
         """How the next token is chosen, where a program may do that; otherwise the sampler must."""
-        if not self.may_draw(len(self.output_ids)):
+        if self.edits or self.host_reason is not None:
             return None
         if self.greedy:
             return GREEDY
@@ -166,11 +199,7 @@ class SamplingState:
     def _bias_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._bias is None:
             pairs = self.spec.params.logit_bias or {}
-            # Held to float32's range: a sum that became infinite would ban or fault, not favour.
-            values = [
-                value if value == -math.inf else max(-_FLOAT32_MAX, min(_FLOAT32_MAX, value))
-                for value in pairs.values()
-            ]
+            values = [_held(value) for value in pairs.values()]
             self._bias = (
                 torch.tensor(list(pairs), dtype=torch.int64, device=device),
                 torch.tensor(values, dtype=torch.float32, device=device),
@@ -184,6 +213,11 @@ class SamplingState:
             if not start or self.output_ids[-len(start) :] == start:
                 banned.append(last)
         return banned
+
+
+def _held(bias: float) -> float:
+    """In float32's range, -inf aside: an infinite sum would ban or fault rather than favour."""
+    return bias if bias == -math.inf else max(-_FLOAT32_MAX, min(_FLOAT32_MAX, bias))
 
 
 def _unfit(result: object, row: Tensor) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from operator import attrgetter
@@ -72,7 +72,7 @@ class Scheduler:
         max_seqs: sequences that run at once.
         context_length: prompt and output tokens one sequence may have.
         chunk: chooses how many prompt tokens a step carries.
-        decode_refusals: decode forms the runner never serves, each with the reason.
+        decode_refusal: of the runner: why it does not serve rows in a form.
 
     Attributes:
         waiting: requests that wait for admission, none of their sequences running.
@@ -90,7 +90,7 @@ class Scheduler:
         max_seqs: int,
         context_length: int,
         chunk: ChunkPolicy,
-        decode_refusals: Mapping[DecodeMode, str],
+        decode_refusal: Callable[[DecodeMode, tuple[Row, ...]], str | None],
     ) -> None:
         self.cache = cache
         self.max_seqs = max_seqs
@@ -102,7 +102,7 @@ class Scheduler:
         self.steps = self.launch_failures = 0
         self.decode_mode: DecodeMode = "idle"
         self.decode_mode_reason = ""
-        self._refusals = dict(decode_refusals)
+        self._decode_refusal = decode_refusal
         self._queue: list[Sequence] = []  # by queue_key: the first is the next to be admitted
         self._running: list[Sequence] = []  # by age_key: the last is the next victim
         self._live: dict[int, Sequence] = {}
@@ -415,17 +415,13 @@ class Scheduler:
             return "idle", ""
         if not decodes:
             return "plain", "no sequence is decoding"
-        if len(decodes) == 1:
-            if len(rows) > 1:
-                return "plain", "a prompt chunk shares the step"
-            if decodes[0].sampling.params.temperature:
-                return "plain", "the only sequence is sampled (temperature above 0), not greedy"
-            if "pipelined" in self._refusals:
-                return "plain", self._refusals["pipelined"]
-            return "pipelined", ""
-        if "batched" in self._refusals:
-            return "plain", self._refusals["batched"]
-        return "batched", f"{len(decodes)} sequences are decoding"
+        if len(decodes) == 1 and len(rows) > 1:
+            return "plain", "a prompt chunk shares the step"
+        mode: DecodeMode = "pipelined" if len(decodes) == 1 else "batched"
+        refusal = self._decode_refusal(mode, rows)
+        if refusal is not None:
+            return "plain", refusal
+        return mode, "" if mode == "pipelined" else f"{len(decodes)} sequences are decoding"
 
     # Moving on and ending
 

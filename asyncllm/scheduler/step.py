@@ -154,9 +154,13 @@ class Runner(Protocol):
     def one_step_ahead(self) -> bool:
         """Whether a step's results are worth waiting for only after the next is submitted."""
 
-    @property
-    def decode_refusals(self) -> dict[DecodeMode, str]:
-        """Decode forms this runner never serves, each with the reason."""
+    def decode_refusal(self, mode: DecodeMode, rows: Sequence[Row]) -> str | None:
+        """Why it does not serve a step of these rows in this form; `None`: it does.
+
+        Args:
+            mode: `"pipelined"` or `"batched"`.
+            rows: all of the step's.
+        """
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Queue a step. Plain backends do the work here."""

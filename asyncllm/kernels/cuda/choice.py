@@ -35,6 +35,11 @@ _GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)  # as sampling/filters.py
 _WEIGHT_ONE: tl.constexpr = tl.constexpr(float(1 << 40))
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _NOT_A_NUMBER: tl.constexpr = tl.constexpr((1 << 63) - 1)
+
+# What stands for a token where none can be chosen: a logit is NaN, the largest is inf, or all are
+# -inf.
+SICK = {-1: float("nan"), -2: float("inf"), -3: float("-inf")}
+
 _NOTHING: tl.constexpr = tl.constexpr(-(1 << 63))
 
 TOP_K: tl.constexpr = tl.constexpr(0)
@@ -210,13 +215,14 @@ def _peaks(
 
 @triton.jit
 def _best(peaks, row, PARTS: tl.constexpr, PARTS2: tl.constexpr):
-    """The row's most likely token, -1 where a logit is NaN, and its logit."""
+    """The row's most likely token, or one of `SICK`, and its logit."""
     part = tl.arange(0, PARTS2)
     key = tl.max(tl.load(peaks + row * PARTS + part, mask=part < PARTS, other=_NOTHING), 0)
     high = -((-key) >> 32)
     token = (high << 32) - key
     sick = key == _NOT_A_NUMBER
     value = _unordered(tl.where(sick, 0, high + 2147483648))
+    token = tl.where(value == float("inf"), -2, tl.where(value == float("-inf"), -3, token))
     return tl.where(sick, -1, token).to(tl.int32), value
 
 
@@ -239,8 +245,7 @@ def _parameters(
     token, peak = _best(peaks, row, PARTS, PARTS2)
     temperature = tl.load(temperatures + row)
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-    finite = (token >= 0) & (tl.abs(peak) < float("inf"))
-    drawn = finite & (temperature >= _GREEDY_BELOW)
+    drawn = (token >= 0) & (temperature >= _GREEDY_BELOW)
     rate = _LOG2_E / tl.where(drawn, temperature, 1.0)
     by_k = drawn & (top_k > 0) & (top_k < V)
     by_p = drawn & (top_p < 1.0)
@@ -476,7 +481,7 @@ def greedy(
     cap: float = 0.0,
     pdl: bool = False,
 ) -> None:
-    """The most likely token of each row, the lowest of equals; -1 where a logit is NaN.
+    """The most likely token of each row, the lowest of equals, or one of `SICK`.
 
     Args:
         logits: float32 [M, vocabulary]; capped in place with `cap`.
@@ -507,7 +512,7 @@ def sample(
     Args:
         logits: float32 [M, vocabulary]; capped in place with `cap`.
         draws: how.
-        tokens: int32 [M], written; -1 where a logit is NaN, the most likely where it is infinite.
+        tokens: int32 [M], written; one of `SICK` where no token can be chosen.
         scratch: for as many rows of this vocabulary.
         cap: softcap; 0: none.
         searches: whether any row may have top_k, and top_p, on: launches that need not be made.
@@ -558,12 +563,11 @@ class Edits:
 
     Attributes:
         repetition: float32 [slots]; 1 is off.
-        presence: float32 [slots]; 0 is off.
-        frequency: float32 [slots]; 0 is off.
+        presence: float64 [slots]; 0 is off.
+        frequency: float64 [slots]; 0 is off.
         counts: int32 or int16 [slots, vocabulary]: how often the output has each token, up to
             2**15 - 1, and the bit `IN_PROMPT` where the prompt has it.
-        bias_counts: int32 [slots]: how many biases there are.
-        bias_ids: int32 [slots, most]: tokens, each once.
+        bias_ids: int32 [slots, most]: tokens.
         biases: float32 [slots, most]; -inf forbids a token.
     """
 
@@ -571,14 +575,13 @@ class Edits:
     presence: Tensor
     frequency: Tensor
     counts: Tensor
-    bias_counts: Tensor
     bias_ids: Tensor
     biases: Tensor
 
 
 @triton.jit
 def _edit(
-    logits, slots, repetitions, presences, frequencies, counts, bias_counts, bias_ids, biases,
+    logits, slots, holding, repetitions, presences, frequencies, counts, bias_ids, biases,
     stride, most,
     V: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -593,37 +596,49 @@ def _edit(
         x = tl.load(logits + row * stride + place, mask=inside, other=0.0)
         if CAP > 0:
             x = softcapped(x, CAP)
-        left = tl.load(bias_counts + slot)
-        while left > 0:
-            left -= 1
-            token = tl.load(bias_ids + slot * most + left)
-            x += tl.where(place == token, tl.load(biases + slot * most + left), 0.0)
-        repetition = tl.load(repetitions + slot)
-        presence, frequency = tl.load(presences + slot), tl.load(frequencies + slot)
-        if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
-            count = tl.load(counts + slot * V + place, mask=inside, other=0).to(tl.int32)
-            times = count & (_IN_PROMPT - 1)
-            x = tl.where(count != 0, tl.where(x > 0, x / repetition, x * repetition), x)
-            x -= tl.where(times > 0, presence + frequency * times.to(tl.float32), 0.0)
+        left = tl.load(holding + row)
+        if left >= 0:
+            while left > 0:
+                left -= 1
+                token = tl.load(bias_ids + slot * most + left)
+                x += tl.where(place == token, tl.load(biases + slot * most + left), 0.0)
+            repetition = tl.load(repetitions + slot)
+            presence, frequency = tl.load(presences + slot), tl.load(frequencies + slot)
+            if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
+                count = tl.load(counts + slot * V + place, mask=inside, other=0).to(tl.int32)
+                times = count & (_IN_PROMPT - 1)
+                # Divided and added up as the sampler does it, to the bit.
+                scaled = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+                x = tl.where(count != 0, scaled, x)
+                taken = (presence + frequency * times.to(tl.float64)).to(tl.float32)
+                x -= tl.where(times > 0, taken, 0.0)
         tl.store(logits + row * stride + place, x, mask=inside)
 
 
 def edit(
-    logits: Tensor, edits: Edits, slots: Tensor, *, cap: float = 0.0, pdl: bool = False
+    logits: Tensor,
+    edits: Edits,
+    slots: Tensor,
+    holding: Tensor,
+    *,
+    cap: float = 0.0,
+    pdl: bool = False,
 ) -> None:
-    """Softcap, logit_bias and penalties, in this order and in place.
+    """Softcap, biases and penalties, in this order and in place.
 
     Args:
         logits: float32 [M, vocabulary]. What chooses afterwards must not cap them again.
         edits: how.
         slots: int32 [M], each row's place in `edits`; below 0: the row stays as it is.
+        holding: int32 [M], how many of its slot's biases hold for a row; below 0: the row is capped
+            and no more, whatever its slot has.
         cap: softcap; 0: none.
         pdl: programmatic dependent launch.
     """
     rows, vocabulary = logits.shape
     _edit[(triton.cdiv(vocabulary, _BLOCK), rows)](
-        logits, slots, edits.repetition, edits.presence, edits.frequency, edits.counts,
-        edits.bias_counts, edits.bias_ids, edits.biases, logits.stride(0), edits.biases.stride(0),
+        logits, slots, holding, edits.repetition, edits.presence, edits.frequency, edits.counts,
+        edits.bias_ids, edits.biases, logits.stride(0), edits.biases.stride(0),
         V=vocabulary, CAP=float(cap), BLOCK=_BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
 
