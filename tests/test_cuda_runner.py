@@ -213,5 +213,5 @@ def test_one_step_ahead_and_in_turn_give_the_same_tokens(tmp_path: Path) -> None
         outputs.append([request.sequences[0].output_ids for request in requests])
         assert all(request.sequences[0].error is None for request in requests)
         assert device.scheduler.cache.blocks_used == 0
-        assert "batched" in device.modes
+        assert {"plain", "pipelined"} <= device.modes  # beside one of the host's, and alone
     assert outputs[0] == outputs[1]
