@@ -438,8 +438,10 @@ def test_rows_that_only_pad_a_step_leave_nothing_behind(tiny: Path) -> None:
     assert [row.offset for row in plan.rows] == [2] * 3
 
     edits = device.program.make_edits().arrays
+    # On a GPU there is memory for what was granted; on a CPU a null block as well.
+    blocks = None if DEVICE.type == "cpu" else device.pool.granted[0]
     watched = [*device.pool.keys.values(), *device.pool.values.values()]
-    watched = [each.view(torch.int16).view(-1, *each.shape[2:]) for each in watched]
+    watched = [each[:blocks].view(torch.int16).flatten(0, 1) for each in watched]
     free = torch.ones(len(watched[0]), dtype=torch.bool, device=DEVICE)  # of every position
     for row in plan.rows:
         (table,) = row.block_tables
