@@ -133,8 +133,9 @@ def _build(
             config = ModelConfig.from_checkpoint(checkpoint)
             longest = options.context_length or config.context_length
             size = options.chunk if options.chunk == "auto" else min(options.chunk, longest)
-            chunk = ChunkPolicy(size, options.chunk_budget_ms)
             backend = backend.suit(config, options.block_tokens, stages.bytes_total)
+            on_gpu = backend.device != "cpu"
+            chunk = ChunkPolicy(size, options.chunk_budget_ms, largest_first=on_gpu)
             kv_dtype = _kv_dtype(options, backend)
             available = backend.available_bytes(stages.bytes_total)
             groups, context_length = _layer_groups(

@@ -133,3 +133,16 @@ def test_steps_without_a_time_teach_nothing() -> None:
     policy.observe(128, 2, 0.0)
     assert policy.choose(0) == 128
     assert policy.choose(2) == 16
+
+
+def test_on_a_gpu_the_largest_size_comes_first_and_smaller_ones_only_to_be_looked_at_again() -> (
+    None
+):
+    policy = ChunkPolicy("auto", 150, largest_first=True)
+    sizes = []
+    for _ in range(40):
+        size = policy.choose(0)
+        sizes.append(size)
+        policy.observe(size, 0, 0.01 + size * 1e-5)  # the larger, the more tokens a second
+    assert set(sizes[:32]) == {512}
+    assert set(sizes[32:]) <= {256, 512}

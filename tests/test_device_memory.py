@@ -497,13 +497,16 @@ def free_bytes() -> int:
 
 @pytest.fixture
 def no_leak() -> Iterator[None]:
-    """What the device has free before and after is the same, up to its own small change."""
+    """What the device has free before and after is the same, up to its own small change.
+
+    The first kernels and graphs of a process leave the driver some tens of MiB.
+    """
     torch.ones(1, device="cuda").sum().item()
     gc.collect()
     before = free_bytes()
     yield
     gc.collect()
-    assert free_bytes() > before - 64 * MIB
+    assert free_bytes() > before - 128 * MIB
 
 
 def hog(leave: int) -> Tensor:

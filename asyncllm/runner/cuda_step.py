@@ -72,6 +72,11 @@ class Form:
     reach: int = 0
 
 
+def are_few(count: int) -> bool:
+    """Whether so many rows are left to the products of few rows; those are compiled for a count."""
+    return count <= FEW_ROWS and count & (count - 1) == 0
+
+
 def refusal(config: ModelConfig, block_tokens: int) -> str | None:
     """Why the device path cannot serve a model, or `None` if it can; asked once, at load.
 
@@ -136,10 +141,10 @@ class Rows:
     def targets(self, count: int, weights: Sequence[DeviceWeight]) -> dict[str, Any]:
         """Which forms a kernel is to write for so many rows that these weights read."""
         floats = [weight.layout is None for weight in weights]
-        if count > TENSOR_ROWS or (count > FEW_ROWS and all(floats)):
+        if count > TENSOR_ROWS or (not are_few(count) and all(floats)):
             return {"half": self.half[:count]}
         wanted: dict[str, Any] = {}
-        if count > FEW_ROWS:
+        if not are_few(count):
             wanted |= {"half": self.tensor[:count], "ordered": True}
         else:
             wanted["quantised"] = self.few(count)
@@ -301,6 +306,7 @@ class CudaProgram:
             `turn % RING` of it.
         results: int32 [RING, max_batch] in pinned memory; there it leaves the tokens.
         turn: how often `decode` ran; who replays a capture of it counts that here.
+        context: positions a sequence may have.
         edits: penalties and biases, once `make_edits` was called.
     """
 
@@ -367,7 +373,7 @@ class CudaProgram:
         self.edits: SlotEdits | None = None
         self._decode_scratch: dict[tuple[int, int], attention.DecodeScratch] = {}
         self._choice_scratch: dict[int, ChoiceScratch] = {}
-        self._context = model.context_length
+        self.context = model.context_length
         self._now = 0  # which of the two residual streams is the newest
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -385,7 +391,7 @@ class CudaProgram:
 
     def reach(self, position: int) -> int:
         """Positions that a decode step is made for which has this as its last."""
-        return min(SHORT if position < SHORT else self._context, self._context)
+        return min(SHORT if position < SHORT else self.context, self.context)
 
     def decode(self, form: Form) -> None:
         """One token of each of some sequences, by an entry of `ring`, chosen into `results`."""
@@ -594,7 +600,7 @@ class CudaProgram:
     def _gate(self, layer: _DeviceLayer, count: int) -> None:
         activation, width = self.config.architecture.activation, self.config.feed_forward
         (first, *others), down = layer.gate_up.parts, layer.down.weights
-        if count <= FEW_ROWS and not others and first.bias is None:
+        if are_few(count) and not others and first.bias is None:
             gate, up = first.weight.slice(0, width), first.weight.slice(width, 2 * width)
             # Float weights read the result as it is; it is quantised for others.
             out = self._gated.full[:count]
@@ -620,7 +626,7 @@ class CudaProgram:
             return
         for product in products.parts:
             weight, bias = product.weight, product.bias
-            if count <= FEW_ROWS:
+            if are_few(count):
                 source = self._source(weight, x, count)
                 few_rows(weight, source, out, bias=bias, out_offset=column, pdl=self.pdl)
             elif weight.layout is not None:

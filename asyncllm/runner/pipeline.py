@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,6 +60,9 @@ if TYPE_CHECKING:
 
 # Batches are padded to one of these sizes, so that few graphs serve all.
 BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+
+# Rows of prompt chunks that meet kernels which no other size does.
+PROMPT_ENDS: Final = (2, 12, 24, 48)
 
 # Steps whose uploads and results may be under way at a time: the one computed, the one queued, and
 # one that the host is writing.
@@ -195,7 +198,26 @@ class CudaRunner:
         return seconds
 
     def tune(self, plan: StepPlan) -> None:
-        """Nothing is left to choose."""
+        """Compile, and capture, what requests will meet: decoding of every size, prompts' ends.
+
+        Steps whose tokens are drawn, or whose logits are edited, are captured on first need; what
+        draws is compiled here.
+        """
+        if not self._on_device:
+            return
+        program = self.program
+        sizes = sorted({*(size for size in BATCHES if size < program.max_batch), program.max_batch})
+        with self._on_stream(), torch.inference_mode():
+            for count in sizes:
+                for reach in sorted({program.reach(0), program.reach(program.context - 1)}):
+                    form = Form(count, reach=reach)
+                    self._graph(form)
+                self._rehearse(replace(form, sampled=True, searches=(True, True)))
+        row = plan.rows[0]
+        for count in PROMPT_ENDS:
+            if count <= row.offset:
+                part = replace(row, offset=0, count=count, tokens=(0,) * count, output_count=0)
+                self.collect(self.submit(StepPlan((part,))))
 
     def grow(self, group: int, blocks: int) -> int:
         return self._pool.grow(group, blocks)
@@ -264,14 +286,7 @@ class CudaRunner:
         graph = self._graphs.get(form)
         if graph is None:
             program, started = self.program, perf_counter()
-            # Once over padding alone, which compiles what is new and leaves nothing behind: chained
-            # rows read what sequences chose last, and penalties what they chose so far.
-            entry = program.ring[program.turn % RING]
-            real = entry.clone()
-            entry[SLOT * program.max_batch : SLOT * program.max_batch + form.count] = -1
-            program.decode(form)
-            torch.cuda.current_stream().synchronize()
-            program.ring[program.turn % RING] = real
+            self._rehearse(form)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 program.decode(form)
@@ -280,6 +295,19 @@ class CudaRunner:
             seconds = perf_counter() - started
             telemetry.record("graph-captured", **asdict(form), seconds=seconds)
         return graph
+
+    def _rehearse(self, form: Form) -> None:
+        """Decode padding alone, which compiles what is new and leaves nothing behind.
+
+        Chained rows read what sequences chose last, and penalties what they chose so far.
+        """
+        program = self.program
+        entry = program.ring[program.turn % RING]
+        real = entry.clone()
+        entry[SLOT * program.max_batch : SLOT * program.max_batch + form.count] = -1
+        program.decode(form)
+        torch.cuda.current_stream().synchronize()
+        program.ring[program.turn % RING] = real
 
     def _chunks(self, ticket: _Ticket, slots: Sequence[int]) -> None:
         rows, buffers, program = ticket.rows, ticket.buffers, self.program

@@ -36,12 +36,16 @@ class ChunkPolicy:
     Args:
         chunk: prompt tokens of a step at most, or `"auto"`.
         budget_ms: milliseconds a step with a prompt chunk may take while sequences decode.
+        largest_first: whether, with `"auto"`, the largest size class is taken before any was timed:
+            on a GPU smaller ones are slower, and trying them would cost more than it tells.
 
     Attributes:
         maximum: the largest chunk it will ever choose.
     """
 
-    def __init__(self, chunk: int | Literal["auto"], budget_ms: float) -> None:
+    def __init__(
+        self, chunk: int | Literal["auto"], budget_ms: float, *, largest_first: bool = False
+    ) -> None:
         self.maximum = CHUNK_MAX if chunk == "auto" else chunk
         self._fixed = None if chunk == "auto" else chunk
         self._budget_s = budget_ms / 1000
@@ -59,7 +63,7 @@ class ChunkPolicy:
         self._classes = sizes
         order = [size for size in sizes if size >= EXPLORE_FIRST]
         order += [size for size in reversed(sizes) if size < EXPLORE_FIRST]
-        self._tries_left = dict.fromkeys(order, TRIES)
+        self._tries_left = dict.fromkeys(sizes[-1:] if largest_first else order, TRIES)
 
     def choose(self, decoding: int) -> int:
         """Prompt tokens the next step may carry.
