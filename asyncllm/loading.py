@@ -16,7 +16,7 @@ from asyncllm.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from asyncllm.engine_thread import Face, Loading, Parts
 from asyncllm.errors import CorruptCheckpointError, ModelLoadError, OptionsError, RequestError
 from asyncllm.info import LoadProgress, LoadStage, ModelInfo
-from asyncllm.options import EngineOptions, SamplingParams, StrPath
+from asyncllm.options import CHUNK_MAX, CHUNK_MAX_GPU, EngineOptions, SamplingParams, StrPath
 from asyncllm.scheduler.step import LayerGroup, Row, Runner, SamplingSpec, StepPlan
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ STAGES = (
     *("options", "backend", "checkpoint", "configuration", "tokenizer", "weights", "kv-pool"),
     *("kernels", "warm-up"),
 )
-WARM_UP_ROWS = 64  # everything is compiled by then; it brings memory and caches up
+WARM_UP_ROWS = 128  # everything is compiled by then; it brings memory and caches up
 
 # About as many kernels a model needs; only for the fraction that progress shows.
 KERNELS = 16
@@ -134,8 +134,7 @@ def _build(
             longest = options.context_length or config.context_length
             size = options.chunk if options.chunk == "auto" else min(options.chunk, longest)
             backend = backend.suit(config, options.block_tokens, stages.bytes_total)
-            on_gpu = backend.device != "cpu"
-            chunk = ChunkPolicy(size, options.chunk_budget_ms, largest_first=on_gpu)
+            chunk = ChunkPolicy(size, options.chunk_budget_ms, **_sizes(config, backend))
             kv_dtype = _kv_dtype(options, backend)
             available = backend.available_bytes(stages.bytes_total)
             groups, context_length = _layer_groups(
@@ -212,6 +211,15 @@ def _refuse_what_is_not_there(options: EngineOptions) -> None:
         raise OptionsError(f"kv_store={options.kv_store!r}: there is no block store yet; use None")
     if options.dtype not in ("auto", "float32"):
         raise OptionsError(f'dtype={options.dtype!r}: accepted are "auto" and "float32" so far')
+
+
+def _sizes(config: ModelConfig, backend: Backend) -> dict[str, Any]:
+    """Which sizes of chunks are worth learning."""
+    if backend.device == "cpu":
+        return {}
+    # A GPU is the faster, the more rows it has; but rings of windowed layers have room for a chunk.
+    windowed = any(layer.window is not None for layer in config.layers)
+    return {"largest": CHUNK_MAX if windowed else CHUNK_MAX_GPU, "largest_first": True}
 
 
 def _kv_dtype(options: EngineOptions, backend: Backend) -> torch.dtype:

@@ -24,7 +24,7 @@ else:
 StrPath = str | os.PathLike[str]
 
 GIB = 1 << 30
-CHUNK_MIN, CHUNK_MAX = 32, 512
+CHUNK_MIN, CHUNK_MAX, CHUNK_MAX_GPU = 32, 512, 2048
 MOST_PENALTY = 1e6  # logits are float32 and rarely beyond 100; more could only overflow
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -65,7 +65,8 @@ class EngineOptions:
             model's own, capped by what the K/V budget allows.
         max_seqs: sequences that run at once.
         block_tokens: tokens in one K/V block.
-        chunk: prompt tokens a step may advance, over all requests; `"auto"` learns it in 32 to 512.
+        chunk: prompt tokens a step may advance, over all requests; `"auto"` learns it in 32 to 512,
+            on a GPU takes up to 2048 where no layer has a window.
         chunk_budget_ms: milliseconds a prompt chunk may pause sequences that are decoding.
         kv_bytes: bytes of the K/V pool at most; `"auto"` takes a share of free memory.
         kv_store: path of the block store; `None` turns it off.

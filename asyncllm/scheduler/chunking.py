@@ -28,7 +28,7 @@ class ChunkPolicy:
     """Chooses the chunk.
 
     While nothing decodes it is the given size, or with `"auto"` the size class (32, 64 and so on
-    to 512) with the best measured tokens per second; every class is tried at first, and the
+    to the largest) with the best measured tokens per second; every class is tried at first, and the
     neighbours of the best again now and then. While something decodes it is the largest size
     whose step fits the budget by what steps were measured to take, and the floor of 16 when none
     fits. The budget holds for a given size too: the size then is what a chunk never exceeds.
@@ -36,6 +36,7 @@ class ChunkPolicy:
     Args:
         chunk: prompt tokens of a step at most, or `"auto"`.
         budget_ms: milliseconds a step with a prompt chunk may take while sequences decode.
+        largest: size class of `"auto"`, a power of two.
         largest_first: whether, with `"auto"`, the largest size class is taken before any was timed:
             on a GPU smaller ones are slower, and trying them would cost more than it tells.
 
@@ -44,9 +45,14 @@ class ChunkPolicy:
     """
 
     def __init__(
-        self, chunk: int | Literal["auto"], budget_ms: float, *, largest_first: bool = False
+        self,
+        chunk: int | Literal["auto"],
+        budget_ms: float,
+        *,
+        largest: int = CHUNK_MAX,
+        largest_first: bool = False,
     ) -> None:
-        self.maximum = CHUNK_MAX if chunk == "auto" else chunk
+        self.maximum = largest if chunk == "auto" else chunk
         self._fixed = None if chunk == "auto" else chunk
         self._budget_s = budget_ms / 1000
         self._speeds: dict[int, _Average] = {}  # tokens per second of full chunks, by class
@@ -59,7 +65,7 @@ class ChunkPolicy:
         self._decode_s: _Average | None = None
         self._mixed_steps = 0
         self._largest_tried = 0
-        sizes = [CHUNK_MIN << i for i in range((CHUNK_MAX // CHUNK_MIN).bit_length())]
+        sizes = [CHUNK_MIN << i for i in range((largest // CHUNK_MIN).bit_length())]
         self._classes = sizes
         order = [size for size in sizes if size >= EXPLORE_FIRST]
         order += [size for size in reversed(sizes) if size < EXPLORE_FIRST]

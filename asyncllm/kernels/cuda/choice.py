@@ -106,7 +106,7 @@ class ChoiceScratch:
         import torch
 
         if parts is None:
-            parts = max(8, min(128, 512 // rows))
+            parts = 128 if rows <= 4 else 16  # two sizes, so that little has to be compiled
         width = triton.cdiv(triton.cdiv(vocabulary, parts), _SEARCH_BLOCK) * _SEARCH_BLOCK
         parts = triton.cdiv(vocabulary, width)
 
