@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 pytest.importorskip("triton", reason="the GPU backend's kernels need triton")
 
+from asyncllm import synthetic
 from asyncllm.checkpoint.checkpoint import open_checkpoint
 from asyncllm.kv.blocks import KvCache
 from asyncllm.kv.pool import KvPool, layer_groups
@@ -215,3 +217,38 @@ def test_one_step_ahead_and_in_turn_give_the_same_tokens(tmp_path: Path) -> None
         assert device.scheduler.cache.blocks_used == 0
         assert {"plain", "pipelined"} <= device.modes  # beside one of the host's, and alone
     assert outputs[0] == outputs[1]
+
+
+def test_a_product_that_fails_is_replaced_and_the_step_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "packed.gguf"
+    synthetic.write("tiny-q4_k_m", path)
+    whole = Device(path)
+    wanted = whole.request(ids(6, 1), max_tokens=1)
+    whole.run(ahead=False)
+    found = whole.program.logits[0, :VOCABULARY].float().cpu()
+    expected = plain_logits(whole.model, ids(6, 1))[:VOCABULARY]
+    assert (found - expected).norm() / expected.norm() < 0.03
+
+    from asyncllm.kernels.cuda import tensor_cores
+
+    plain, tried = tensor_cores.tensor_rows, []
+
+    def failing(weight: Any, *args: Any, config: Any = None, **how: Any) -> None:
+        if config is None:
+            tried.append(weight.form)
+            raise RuntimeError("it does not compile")
+        plain(weight, *args, config=config, **how)
+
+    def default(weight: Any, rows: int, *, plain: bool = False) -> Any:
+        return (*tensor_cores.tensor_default(weight, rows, plain=True)[:-1], 0 if plain else 3)
+
+    monkeypatch.setattr(cuda_step, "tensor_rows", failing)
+    monkeypatch.setattr(cuda_step, "tensor_default", default)
+    device = Device(path)
+    request = device.request(ids(6, 1), max_tokens=1)
+    device.run(ahead=False)
+    assert request.sequences[0].output_ids == wanted.sequences[0].output_ids
+    assert sorted(tried) == sorted(set(tried)) != []  # each format once
+    assert device.scheduler.launch_failures == len(tried)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 from asyncllm import telemetry
@@ -257,6 +259,8 @@ def _cuda_backend(options: EngineOptions, instead: Callable[[], Backend]) -> Cud
         reason = "torch finds no CUDA device"
     elif find_spec("triton") is None:
         reason = "triton is not installed"
+    elif not (os.environ.get("CC") or any(map(which, ("cc", "gcc", "clang")))):
+        reason = "there is no C compiler (gcc or clang), with which triton makes its launchers"
     if reason is not None:
         if options.device == "auto":
             return None

@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncllm.kernels.cuda import attention, choice, rows
 from asyncllm.kernels.cuda.choice import ChoiceScratch, Draws, greedy, sample
 from asyncllm.kernels.cuda.products import few_rows
-from asyncllm.kernels.cuda.tensor_cores import most_partial_sums, tensor_rows
+from asyncllm.kernels.cuda.tensor_cores import most_partial_sums, tensor_default, tensor_rows
 from asyncllm.kernels.cuda.tokens import first_tokens, receive, remember
 from asyncllm.kernels.cuda.unpacking import embedding_rows, unpack_to
 from asyncllm.kernels.cuda.weights import DeviceWeight, Staging, joined, upload
@@ -307,6 +307,7 @@ class CudaProgram:
         results: int32 [RING, max_batch] in pinned memory; there it leaves the tokens.
         turn: how often `decode` ran; who replays a capture of it counts that here.
         context: positions a sequence may have.
+        failures: kernels that did not compile or launch, and have been replaced by plainer ones.
         edits: penalties and biases, once `make_edits` was called.
     """
 
@@ -366,6 +367,8 @@ class CudaProgram:
         self.ring = torch.zeros(RING, FIELDS * max_batch, dtype=torch.int32, pin_memory=pin)
         self.results = torch.zeros(RING, max_batch, dtype=torch.int32, pin_memory=pin)
         self.turn = 0
+        self.failures: list[str] = []
+        self._struck: set[str] = set()
         self._turn = zeros(1, dtype=torch.int32)
         self._dense = zeros(weights.largest if count > few else 0, dtype=HALF)
         sums = most_partial_sums(weights.widest, some) if count > few else 0
@@ -630,12 +633,7 @@ class CudaProgram:
                 source = self._source(weight, x, count)
                 few_rows(weight, source, out, bias=bias, out_offset=column, pdl=self.pdl)
             elif weight.layout is not None:
-                tensor_rows(
-                    *(weight, x.tensor[:count], out, self._partial),
-                    bias=bias,
-                    out_offset=column,
-                    pdl=self.pdl,
-                )
+                self._tensor_rows(product, x.tensor[:count], out, column)
             else:
                 half = x.half[:count]
                 if any(each.layout is not None for each in products.weights):
@@ -643,6 +641,22 @@ class CudaProgram:
                 part = _Products([product])
                 self._dense_rows(part, half, out[:, column : column + weight.rows])
             column += weight.rows
+
+    def _tensor_rows(self, product: _Product, x: Tensor, out: Tensor, column: int) -> None:
+        weight = product.weight
+        how: dict[str, Any] = {"bias": product.bias, "out_offset": column, "pdl": self.pdl}
+        if weight.form not in self._struck:
+            try:
+                tensor_rows(weight, x, out, self._partial, **how)
+            except Exception as error:  # whatever a compiler or a driver may raise
+                if tensor_default(weight, len(x)) == tensor_default(weight, len(x), plain=True):
+                    raise
+                self._struck.add(weight.form)
+                self.failures.append(f"the product of {weight.form} with copies ahead: {error!r}")
+            else:
+                return
+        plain = tensor_default(weight, len(x), plain=True)
+        tensor_rows(weight, x, out, self._partial, config=plain, **how)
 
     def _dense_rows(self, products: _Products, x: Tensor, out: Tensor) -> None:
         matrix = products.dense

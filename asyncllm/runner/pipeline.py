@@ -181,12 +181,15 @@ class CudaRunner:
         results = self._finish(ticket)
         if ticket in self._outstanding:
             self._outstanding.remove(ticket)
+        failures = tuple(self.program.failures)
+        self.program.failures.clear()
         return StepResult(
             tuple(
                 row_result(row, results.get(index), ticket.scores.get(index, ()))
                 for index, row in enumerate(ticket.rows)
             ),
             self._since(ticket),
+            launch_failures=failures,
             waited_s=ticket.waited_s,
         )
 

@@ -256,9 +256,15 @@ def tensor_configs(weight: DeviceWeight, rows: int) -> list[Config]:
     return found
 
 
-def tensor_default(weight: DeviceWeight, rows: int) -> Config:
-    """A configuration where nothing was timed: what was fastest for an 8B model on an H200."""
-    stages = 3 if _can_copy_ahead(weight) else 0
+def tensor_default(weight: DeviceWeight, rows: int, *, plain: bool = False) -> Config:
+    """A configuration where nothing was timed: what was fastest for an 8B model on an H200.
+
+    Args:
+        weight: of a block format.
+        rows: of activations.
+        plain: the plain kernel's, wherever this runs.
+    """
+    stages = 3 if _can_copy_ahead(weight) and not plain else 0
     if stages:
         warps, owned, step = 4, 64, 8 if rows <= 32 and weight.columns % 256 == 0 else 4
     elif weight.rows >= 16384:
@@ -298,8 +304,9 @@ def most_partial_sums(weights: Sequence[DeviceWeight], rows: int) -> int:
     for weight in weights:
         if weight.layout is not None:
             for count in {min(rows, 32), rows}:
-                splits = tensor_default(weight, count)[3]
-                found.append(splits * count * weight.rows if splits > 1 else 0)
+                for plain in (False, True):
+                    splits = tensor_default(weight, count, plain=plain)[3]
+                    found.append(splits * count * weight.rows if splits > 1 else 0)
     return max(found)
 
 
