@@ -504,8 +504,10 @@ def test_a_made_checkpoint_is_measured_and_may_stay(
 ) -> None:
     monkeypatch.setattr(machine, "CPU_READ_BYTES", 1 << 24)
     kept = tmp_path / "kept.gguf"
-    few = "--threads 1 --rounds 1 --tokens 4 --batches 1,2 --depths 0,24 --prompts 16 --device cpu"
-    command = ["bench", "--synthetic", "tiny-q4_k_m", "--keep", str(kept), *few.split(), "--json"]
+    # Tokens enough that this thread sees some of a model this small before it has them all.
+    few = "--threads 1 --rounds 1 --tokens 300 --batches 1,2 --depths 0,24 --prompts 16"
+    command = ["bench", "--synthetic", "tiny-q4_k_m", "--keep", str(kept), *few.split()]
+    command += ["--device", "cpu", "--json"]
     assert cli.main(command) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["ran_on"]["model"].startswith("tiny-q4_k_m")

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncllm.bench.report import Load
-from asyncllm.bench.workload import BenchError, Prompts, Sample, Settings, Workload, check_tokens
+from asyncllm.bench.workload import (
+    NoWindowError,
+    Prompts,
+    Sample,
+    Settings,
+    Workload,
+    check_tokens,
+)
 from asyncllm.engine import AsyncEngine
 from asyncllm.generation import Generation
 from asyncllm.info import EngineStats, ModelInfo
@@ -75,12 +82,12 @@ class _Window:
         """The begin and the end.
 
         Raises:
-            BenchError: there was no time in which all were running.
+            NoWindowError: there was no time in which all were running.
         """
         begun, ended = self.begun, self.ended
         if begun is None or ended is None or ended.tokens <= begun.tokens:
             count = len(self._counts)
-            raise BenchError(
+            raise NoWindowError(
                 f"the first of {count} sequences had ended before the last had begun: give "
                 "more tokens; where the K/V pool cannot hold them all at once, fewer sequences"
             )

@@ -30,6 +30,10 @@ class BenchError(AsyncLLMError):
     """Something cannot be measured; the message says what to do."""
 
 
+class NoWindowError(BenchError):
+    """There was no time in which all sequences of a batch were running."""
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What is timed.
