@@ -347,13 +347,14 @@ class EngineThread:
                 raise RuntimeError(f"the scheduler has work but plans none ({plan.name})")
             self._finish_outstanding()
             return
-        ticket = self._runner.submit(plan)
-        if self._runner.one_step_ahead:
-            # The step before is read, worded and posted while the device works on this one.
+        if self._runner.overlaps(plan):
+            # The step before is read, worded and posted while this one is computed.
+            ticket = self._runner.submit(plan)
             self._finish_outstanding()
             self._outstanding = ticket
         else:
-            self._finish(ticket)
+            self._finish_outstanding()
+            self._finish(self._runner.submit(plan))
 
     def _finish_outstanding(self) -> None:
         if self._outstanding is not None:

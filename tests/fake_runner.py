@@ -130,6 +130,9 @@ class FakeRunner:
         assert ticket == expected, "tickets are collected in order"
         return result
 
+    def overlaps(self, plan: StepPlan) -> bool:
+        return self.one_step_ahead
+
     def decode_refusal(self, mode: DecodeMode, rows: Sequence[Row]) -> str | None:
         self.asked.append((mode, len(rows)))
         return self.decode_refusals.get(mode)
@@ -316,13 +319,14 @@ class Engine:
             self.collect()
             return plan
         self.plans.append(plan)
-        ticket = self.runner.submit(plan)
-        if not self.runner.one_step_ahead:
-            self._ticket = ticket
+        if self.runner.overlaps(plan):
+            ticket = self.runner.submit(plan)
             self.collect()
+            self._ticket = ticket
         else:
             self.collect()
-            self._ticket = ticket
+            self._ticket = self.runner.submit(plan)
+            self.collect()
         return plan
 
     def collect(self) -> None:

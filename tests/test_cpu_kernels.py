@@ -522,11 +522,11 @@ def test_every_half_widens_to_the_bits_of_numpy(isa: Isa) -> None:
     raw = halves.view(np.uint8)[None]
     tiles = zero_tiles(1, halves.size, "F16")
     pack(library(), BY_NAME["F16"], raw, halves.size, tiles)
-    out = np.zeros((1, halves.size), np.float32)
+    tokens, out = np.zeros(1, np.int64), np.zeros((1, halves.size), np.float32)
     parameters = record(
         s.EMBEDDING,
         **{"tiles": tiles, "tile_bytes": tiles.shape[1], "columns": halves.size},
-        **{"tokens": np.zeros(1, np.int64), "scale": 1.0, "out": out, "out_stride": 0},
+        **{"tokens": tokens, "scale": 1.0, "out": out, "out_stride": 0},
     )
     function = kernel(f"embedding-F16-{isa.name}", lambda: layers.embedding(isa, "F16"))
     run_rows(function, parameters, 1)
@@ -653,6 +653,7 @@ class Paged:
         positions = np.array([*[0] * FIRST, *range(case.offset, case.end)])
         slots = np.array([*[0] * FIRST, *[1] * case.rows])
         stride = 4 * (-(-case.end // 16) * 16 + 16)
+        attended = np.array([(FIRST + first, rows) for first, rows in tiles])
         lines = max(rows for _, rows in tiles) * each
         scratch = np.full(lines * (8 * case.width + stride) + 2 * stride, 255, np.uint8)
         shape = (case.rows + FIRST, case.heads * case.width)
@@ -667,7 +668,7 @@ class Paged:
             **{"keys": keys.data_ptr(), "values": values.data_ptr()},
             **{"tables": table, "table_stride": table.strides[0]},
             **{"positions": positions, "slots": slots},
-            **{"tiles": np.array([(FIRST + first, rows) for first, rows in tiles])},
+            **{"tiles": attended},
             **{"out": out, "out_stride": out.strides[0]},
             **{"quantised": quants if fused else 0, "quantised_stride": quants.strides[0]},
             **{"scratch": scratch, "scratch_stride": scratch.size, "score_stride": stride},
@@ -798,11 +799,12 @@ def choose(logits: Array, vocabulary: int, cap: float = 0.0) -> tuple[list[int],
     """The most likely tokens, and the logits as they are then."""
     capped = logits.copy()
     best = np.full(len(logits), -7)
+    peaks = np.zeros(len(logits), np.float32)
     draws = np.zeros((len(logits), sampling.DRAW_BYTES // 8))  # none by chance
     parameters = record(
         s.CHOICE,
         **{"logits": capped, "stride": capped.strides[0], "padded": capped.shape[1]},
-        **{"count": vocabulary, "softcap": cap, "draws": draws, "out": best},
+        **{"count": vocabulary, "softcap": cap, "draws": draws, "tokens": best, "peaks": peaks},
     )
     function = kernel("choice", sampling.choice)
     run(function, parameters, rows=1, chosen=len(logits), each=1, units=len(logits))

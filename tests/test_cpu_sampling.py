@@ -25,6 +25,7 @@ class Chooser:
         self.logits = np.full((rows, padded), 1e9, np.float32)
         self.draws = np.zeros((rows, sampling.DRAW_BYTES // 8), np.float64)
         self._out = np.zeros(rows, np.int64)
+        self._peaks = np.zeros(rows, np.float32)
         self._scratch = np.zeros(sampling.scratch_bytes(vocabulary), np.uint8)
         self._function = kernel("choice", sampling.choice)
 
@@ -37,11 +38,15 @@ class Chooser:
             padded=self.logits.shape[1],
             count=self.vocabulary,
             draws=self.draws,
-            out=self._out,
+            tokens=self._out,
+            peaks=self._peaks,
             scratch=self._scratch,
             scratch_stride=0,
         )
         run_rows(self._function, parameters, len(self.logits), each=1)
+        for row, token in enumerate(self._out):
+            logit = np.nan if token < 0 else self.logits[row, token]
+            assert np.array_equal(self._peaks[row], logit, equal_nan=True)
         found: list[int] = self._out.tolist()
         return found
 

@@ -58,6 +58,7 @@ class Phases:
         threads: of the team.
         turns: how long a unit takes.
         worker_turns: how much longer on threads that are not the caller's.
+        helps: whether the caller takes part.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Phases:
         threads: int,
         turns: int = 0,
         worker_turns: int = 0,
+        helps: bool = True,
     ) -> None:
         self.sizes = [list(segments) for segments in sizes]
         rules = sum(len(segments) for segments in sizes)
@@ -99,6 +101,7 @@ class Phases:
             np.array(segments, np.int64).reshape(-1, 3),
             self.step,
             threads,
+            helps=helps,
         )
 
     def expected(self, times: int = 1) -> Array:
@@ -159,9 +162,52 @@ def test_every_unit_runs_once_and_phases_run_in_order(make: Make, threads: int) 
 
 
 @THREADS_OF_TEAMS
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_step_may_be_asked_for_while_one_like_it_runs(
+    make: Make, threads: int, helps: bool
+) -> None:
+    phases = make(some_sizes(threads, 300), threads, helps=helps)
+    team, rng = phases.team, random.Random(threads)
+    assert team.size == threads
+    times, before = 0, None
+    for _ in range(100):
+        asked = team.begin(0, 300)
+        if before is not None:
+            team.wait(before)
+            times += 1
+            assert (phases.counts >= phases.expected(times)).all()
+        if rng.random() < 0.3:
+            time.sleep(rng.uniform(0, 0.002))
+        before = asked
+        if rng.random() < 0.2:  # and sometimes none follows at once
+            team.wait(asked)
+            before, times = None, times + 1
+            assert (phases.counts == phases.expected(times)).all()
+    if before is not None:
+        team.wait(before)
+    assert (phases.counts == phases.expected(100)).all()
+    assert not phases.wrong[0], "a phase began before the one before had ended"
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_step_goes_on_while_nobody_waits_for_it(make: Make, helps: bool) -> None:
+    phases = make([[4]] * 20, 2, helps=helps)
+    asked = phases.team.begin(0, 20)
+    limit = time.monotonic() + 30
+    while not (phases.counts == phases.expected()).all():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    phases.team.wait(asked)
+    phases.team.wait(asked)
+    assert phases.threads[0, 0] == 0 or not helps, "the caller only slept"
+
+
+@THREADS_OF_TEAMS
+@pytest.mark.parametrize("helps", [True, False])
 @pytest.mark.parametrize("bits", [31, 32])
-def test_numbers_of_phases_may_wrap(make: Make, threads: int, bits: int) -> None:
-    phases = make(some_sizes(threads, 300), threads)
+def test_numbers_of_phases_may_wrap(make: Make, threads: int, bits: int, helps: bool) -> None:
+    phases = make(some_sizes(threads, 300), threads, helps=helps)
+    time.sleep(0.005)  # until the threads sleep: the numbers are no longer theirs to read
     words = phases.team._state.view(np.uint64)
     number = np.uint64((1 << bits) - 450)
     words[END // 8] = number
@@ -186,10 +232,24 @@ def test_a_team_works_with_the_threads_that_could_be_started(
     before = workers()
     phases = make([[5], [7]], 4)
     assert workers() == before + 1
+    assert phases.team.size == 2
     phases.team.run(0, 2)
     assert (phases.counts == phases.expected()).all()
     phases.team.close()
     assert workers() == before
+
+
+def test_a_team_that_gets_no_thread_is_its_caller(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    phases = make([[5], [7]], 4, helps=False)
+    assert phases.team.size == 1
+    phases.team.run(0, 2)
+    assert (phases.counts == phases.expected()).all()
 
 
 def test_all_threads_take_part(make: Make) -> None:

@@ -101,7 +101,8 @@ class Backend:
     ) -> Runner:
         """The runner; the plain one where kernels cannot be compiled."""
         if self.library is not None and self.isa is not None:
-            from asyncllm.runner.cpu_step import CpuProgram, CpuRunner
+            from asyncllm.runner.cpu_runner import CpuRunner
+            from asyncllm.runner.cpu_step import CpuProgram
 
             try:
                 program = CpuProgram(
@@ -114,6 +115,7 @@ class Backend:
                     max_rows=max_rows,
                     max_sequences=max_sequences,
                     threads=self.threads,
+                    helps=self.threads >= physical_cores(),
                     should_stop=should_stop,
                 )
             except Exception as error:  # whatever a compiler may raise

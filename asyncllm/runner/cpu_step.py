@@ -2,7 +2,8 @@
 
 At load every weight becomes tiles, every buffer gets its place, and each operation of each layer
 becomes a record that a kernel reads (`kernels/cpu/step.py`). A step then writes down its rows and
-calls the team once, without Python until all is done.
+asks the team once, without Python until all is done. What a step is told and what it chooses has
+two places, so that one may be written and read while the next is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from asyncllm.kernels.cpu.products import quantised_bytes
 from asyncllm.kernels.cpu.team import Team
 from asyncllm.kernels.cpu.tiles import TILE_ROWS
 from asyncllm.runner.cpu_weights import Tiles
-from asyncllm.runner.runner import LOGITS_ROWS, StepRunner
+from asyncllm.runner.runner import LOGITS_ROWS
 from asyncllm.scheduler.step import StepInterrupted
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class CpuProgram:
         vocab_size: tokens that may be chosen.
         max_rows: rows of a pass at most, over all sequences.
         max_sequences: sequences of a pass at most.
-        threads: that work on a step, the caller's included.
+        threads: that work on a step.
+        helps: whether the caller's is one of them.
         should_stop: asked between layers where a step is long; ends it with `StepInterrupted`.
 
     Attributes:
@@ -107,6 +109,7 @@ class CpuProgram:
         max_rows: int,
         max_sequences: int,
         threads: int,
+        helps: bool = True,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = model.config
@@ -138,12 +141,17 @@ class CpuProgram:
         phases, segments = (np.array(table, np.int64) for table in (self._phases, self._segments))
         self._step = np.zeros(step.RULES + 2 * len(self._rules.all), np.int64)
         self._cut_for: tuple[int, int, int] | None = None
-        self._team = Team(library, phases, segments, self._step, threads)
+        self._team = Team(library, phases, segments, self._step, threads, helps=helps)
 
     @property
     def threads(self) -> int:
         """How many work on a step."""
-        return 1 + len(self._team.threads)
+        return self._team.size
+
+    @property
+    def in_background(self) -> bool:
+        """Whether a step goes on while nobody waits for it."""
+        return bool(self._team.threads)
 
     def close(self) -> None:
         """End the threads and let go of the weights. Idempotent."""
@@ -172,14 +180,31 @@ class CpuProgram:
             StepInterrupted: `should_stop` said so.
             ValueError: more rows than were asked for when this was made.
         """
-        rows = self._write_rows(chunks)
-        self._choose_rows(wanted, draws)
-        self._cut(rows, max(1, len(wanted)))
+        rows = self._write(chunks, wanted, draws)
         started = perf_counter()
         self._run_layers(rows, len(self._phases) if wanted else self._body)
         taken = perf_counter() - started
         self._seconds_per_row_and_layer = taken / (rows * len(self._layer_ends))
         return self._x_tensor[:rows]
+
+    def begin(self, chunks: Sequence[Chunk], draws: Sequence[Draw]) -> tuple[int, int]:
+        """Begin a pass that chooses a token for each row, one of each sequence; for `finish`.
+
+        The pass before must be finished, or have had the same sequences. In that case a token of -1
+        is the one it chooses.
+
+        Args:
+            chunks: of one token each.
+            draws: how the next is chosen.
+        """
+        self._write(chunks, range(len(chunks)), draws)
+        return self._team.begin(0, len(self._phases)), self._turn
+
+    def finish(self, begun: tuple[int, int], count: int) -> list[tuple[int, float]]:
+        """Wait for a pass, one of the last two, and give what `choices` would of its rows."""
+        asked, turn = begun
+        self._team.wait(asked)
+        return self._chosen_at(turn, count)
 
     def logits(self, rows: Sequence[int]) -> Tensor:
         """Logits of some rows of the last pass, float32 [rows, vocabulary], valid until the next.
@@ -193,12 +218,11 @@ class CpuProgram:
     def choices(self, rows: Sequence[int], draws: Sequence[Draw | None]) -> list[tuple[int, float]]:
         """The chosen token of each row, and its logit, which is no number where none could be."""
         self._make_logits(rows, draws)
-        found = []
-        for index in range(len(rows)):
-            token = int(self._best[index])
-            logit = float(self._logits[index, token]) if token >= 0 else float("nan")
-            found.append((max(token, 0), logit))
-        return found
+        return self._chosen_at(self._turn, len(rows))
+
+    def _chosen_at(self, turn: int, count: int) -> list[tuple[int, float]]:
+        tokens, peaks = (each[turn % 2, :count].tolist() for each in (self._best, self._peaks))
+        return [(max(token, 0), peak) for token, peak in zip(tokens, peaks, strict=True)]
 
     def _make_logits(self, rows: Sequence[int], draws: Sequence[Draw | None] = ()) -> None:
         if self._made == tuple(rows):
@@ -210,13 +234,13 @@ class CpuProgram:
     def _choose_rows(self, rows: Sequence[int], draws: Sequence[Draw | None]) -> None:
         # The kernels cap logits in place, and the sampler writes into them: made once, used once.
         self._made: tuple[int, ...] = tuple(rows)
+        places = self._draws[self._turn % 2]
         for index, row in enumerate(rows):
             self._chosen[index] = row
-            self._draws[index, 0] = 0.0  # the most likely token
+            places[index, 0] = 0.0  # the most likely token
         for index, draw in enumerate(draws):
             if draw is not None and draw.temperature > 0:
-                for place, value in enumerate(draw):
-                    self._draws[index, place] = value
+                places[index, : len(draw)] = draw
 
     def _run_layers(self, rows: int, end: int) -> None:
         estimate = self._seconds_per_row_and_layer * rows
@@ -231,13 +255,23 @@ class CpuProgram:
                 raise StepInterrupted(f"before layer {number}")
         self._team.run(first, end - first)
 
+    def _write(
+        self, chunks: Sequence[Chunk], wanted: Sequence[int], draws: Sequence[Draw | None]
+    ) -> int:
+        rows = self._write_rows(chunks)
+        self._choose_rows(wanted, draws)
+        self._cut(rows, max(1, len(wanted)))
+        return rows
+
     def _write_rows(self, chunks: Sequence[Chunk]) -> int:
         row = tile = 0
         wide = max(1, ATTENTION_LINES // (self.config.heads // self.config.kv_heads))
         rows = sum(len(chunk.tokens) for chunk in chunks)
         if not 0 < rows <= self.max_rows:
             raise ValueError(f"a pass of {rows} rows; room is for 1 to {self.max_rows}")
-        tokens, positions, slots, tiles = self._tokens, self._positions, self._slots, self._attended
+        self._turn += 1
+        tokens, positions = self._new[self._turn % 2]
+        slots, tiles = self._slots, self._attended
         for slot, chunk in enumerate(chunks):
             self._write_tables(slot, chunk.tables)
             count = len(chunk.tokens)
@@ -290,6 +324,8 @@ class CpuProgram:
                 total = chosen
             elif kind == "heads":
                 total = rows * size
+            elif kind == "once":
+                total = 1
             if kind == "each chosen":
                 count, each = chosen, 1
             elif kind == "attention":
@@ -324,9 +360,12 @@ class CpuProgram:
         head_rows = -(-config.vocab_size // TILE_ROWS) * TILE_ROWS
         self._logits = self._floats(LOGITS_ROWS, head_rows)
         self._logits_tensor = torch.from_numpy(self._logits)
-        self._best = self._whole(LOGITS_ROWS)
+        # Of the steps that have been told what to do; odd and even ones have places of their own.
+        self._turn = 0
+        self._new = self._whole(2, 2, rows)  # tokens, positions
+        self._draws = _aligned((2, LOGITS_ROWS, sampling.DRAW_BYTES // 8), np.float64)
+        self._best, self._peaks = self._whole(2, LOGITS_ROWS), self._floats(2, LOGITS_ROWS)
         self._chosen = self._whole(LOGITS_ROWS)
-        self._draws = _aligned((LOGITS_ROWS, sampling.DRAW_BYTES // 8), np.float64)
         self._tokens, self._positions, self._slots = (self._whole(rows) for _ in range(3))
         self._attended = self._whole(rows, 2)
         self._tile_count = 0
@@ -387,6 +426,20 @@ class CpuProgram:
         return address
 
     def _begin(self, model: CausalLM) -> None:
+        once = self._rules.number("once")
+        new = self._new[0]
+        record = self._record(
+            step.ARRIVAL,
+            new_tokens=new[0].ctypes.data,
+            new_positions=new[1].ctypes.data,
+            new_stride=self._new.strides[0],
+            results=self._best.ctypes.data,
+            results_stride=self._best.strides[0],
+            tokens=self._tokens.ctypes.data,
+            positions=self._positions.ctypes.data,
+            rule=once,
+        )
+        self._phase((self._kernel("arrival", layers.arrival), record, once))
         tiles = self._tiles[model.embedding.name]
         rule = self._rules.number("rows")
         embedding = self._record(
@@ -670,7 +723,11 @@ class CpuProgram:
             count=self._vocab_size,
             softcap=float(config.final_softcap),
             draws=self._draws.ctypes.data,
-            out=self._best.ctypes.data,
+            draws_stride=self._draws.strides[0],
+            tokens=self._best.ctypes.data,
+            tokens_stride=self._best.strides[0],
+            peaks=self._peaks.ctypes.data,
+            peaks_stride=self._peaks.strides[0],
             scratch=scratch.ctypes.data,
             scratch_stride=scratch.strides[0],
             rule=each,
@@ -684,22 +741,3 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> Any:
     memory = np.zeros(nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + nbytes].view(dtype).reshape(shape)
-
-
-class CpuRunner(StepRunner):
-    """Runs a `CpuProgram`.
-
-    Args:
-        program: closed with the runner.
-        pool: likewise.
-        vocab_size: tokens that may be chosen.
-    """
-
-    def __init__(self, program: CpuProgram, pool: KvPool, *, vocab_size: int) -> None:
-        super().__init__(program, pool, vocab_size=vocab_size, name="the CPU runner")
-        self.program = program
-
-    def close(self) -> None:
-        """End the threads, let go of weights and K/V. Idempotent."""
-        self.program.close()
-        super().close()

@@ -37,7 +37,7 @@ from asyncllm.runner.cuda_step import (
     CudaProgram,
     Form,
 )
-from asyncllm.runner.runner import row_result
+from asyncllm.runner.runner import StepTimes, row_result
 from asyncllm.runner.slot_edits import MOST_BIASES
 from asyncllm.sampling.sampler import (
     Sampled,
@@ -94,6 +94,7 @@ class _Ticket:
 
     Attributes:
         rows: of the plan.
+        states: of their sequences, which may have ended since.
         wanting: indices of rows whose tokens are chosen, in the order of `tokens`.
         buffers: what goes to the device.
         tokens: where they arrive.
@@ -106,6 +107,7 @@ class _Ticket:
     """
 
     rows: Sequence[Row]
+    states: list[SamplingState]
     wanting: list[int]
     buffers: _Buffers
     tokens: Tensor
@@ -128,8 +130,6 @@ class CudaRunner:
         should_stop: not asked: a step on a device is short.
     """
 
-    one_step_ahead = True
-
     def __init__(self, program: CudaProgram, pool: KvPool, *, vocab_size: int, slots: int) -> None:
         self.program = program
         self._pool, self._vocab_size = pool, vocab_size
@@ -146,10 +146,14 @@ class CudaRunner:
         self._held: dict[int, tuple[Sequence[int], ...]] = {}  # by slot: what its tables have
         self._outstanding: list[_Ticket] = []
         self._closed = False
-        self._ended = 0.0
+        self._times = StepTimes()
         self._no_edits: str | None = None  # why penalties and biases are left to the host
 
     # The runner's protocol.
+
+    def overlaps(self, plan: StepPlan) -> bool:
+        """Always: the device works by itself."""
+        return True
 
     def decode_refusal(self, mode: DecodeMode, rows: Sequence[Row]) -> str | None:
         """Why the rows' tokens cannot be chosen on the device by one captured step."""
@@ -170,7 +174,8 @@ class CudaRunner:
             for copy in plan.copies:
                 self._pool.copy(copy.group, copy.source, copy.target)
             buffers = self._next_buffers()
-            ticket = _Ticket(plan.rows, [], buffers, buffers.tokens, started)
+            states = [self._state(row) for row in plan.rows]
+            ticket = _Ticket(plan.rows, states, [], buffers, buffers.tokens, started)
             if plan.rows:
                 self._run(ticket)
         self._outstanding.append(ticket)
@@ -188,17 +193,10 @@ class CudaRunner:
                 row_result(row, results.get(index), ticket.scores.get(index, ()))
                 for index, row in enumerate(ticket.rows)
             ),
-            self._since(ticket),
+            self._times.since(ticket.started),
             launch_failures=failures,
             waited_s=ticket.waited_s,
         )
-
-    def _since(self, ticket: _Ticket) -> float:
-        """Seconds the step took: from its submission, or from the end of the one before."""
-        now = perf_counter()
-        seconds = now - max(ticket.started, self._ended)
-        self._ended = now
-        return seconds
 
     def tune(self, plan: StepPlan) -> None:
         """Compile, and capture, what requests will meet: decoding of every size, prompts' ends.
@@ -381,7 +379,7 @@ class CudaRunner:
         tokens = ticket.tokens[: len(ticket.wanting)].tolist() if ticket.wanting else []
         results: dict[int, Sampled | Exception] = {}
         for index, token in zip(ticket.wanting, tokens, strict=True):
-            state = self._state(ticket.rows[index])
+            state = ticket.states[index]
             if index in ticket.host:
                 results[index] = self._host_choice(ticket.host[index], state)
             elif token < 0:

@@ -49,11 +49,11 @@ class PlainRunner(StepRunner):
         )
         super().__init__(self.program, pool, vocab_size=vocab_size, name="the plain runner")
 
-    def submit(self, plan: StepPlan) -> StepResult:
-        """Do the step; the ticket is its result."""
+    def run(self, plan: StepPlan) -> StepResult:
+        """Do a step."""
         few = sum(row.count for row in plan.rows) <= FEW_ROWS
         set_threads(self.few_rows_threads if few else self.threads)
-        return super().submit(plan)
+        return super().run(plan)
 
     def tune(self, plan: StepPlan) -> None:
         """Choose the threads of passes with few rows, by timing a decode step again and again."""
@@ -63,7 +63,7 @@ class PlainRunner(StepRunner):
         for _ in range(2):
             for threads in (1, self.threads):
                 self.few_rows_threads = threads
-                taken = self.submit(plan).model_s
+                taken = self.run(plan).model_s
                 seconds[threads] = min(seconds.get(threads, taken), taken)
         gains = seconds[self.threads] < WORTH_THREADS * seconds[1]
         self.few_rows_threads = self.threads if gains else 1

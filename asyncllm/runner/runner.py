@@ -24,6 +24,7 @@ from asyncllm.scheduler.step import (
     RowResult,
     StepPlan,
     StepResult,
+    Ticket,
     TokenLogprob,
 )
 
@@ -75,8 +76,6 @@ class StepRunner:
         name: of the backend, for the reason that it does not pipeline.
     """
 
-    one_step_ahead = False
-
     def __init__(self, program: Program, pool: KvPool, *, vocab_size: int, name: str) -> None:
         self._name = name
         self._program = program
@@ -85,8 +84,12 @@ class StepRunner:
         self._sampler = Sampler(vocab_size)
         self._states: dict[int, SamplingState] = {}
 
-    def submit(self, plan: StepPlan) -> StepResult:
-        """Do the step; the ticket is its result.
+    def submit(self, plan: StepPlan) -> Ticket:
+        """Do the step; the ticket is its result."""
+        return self.run(plan)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Do a step.
 
         Raises:
             StepInterrupted: the engine is ending.
@@ -101,8 +104,13 @@ class StepRunner:
         seconds = perf_counter() - started
         return StepResult(rows, seconds, waited_s=seconds)
 
-    def collect(self, ticket: StepResult) -> StepResult:
-        return ticket
+    def collect(self, ticket: Ticket) -> StepResult:
+        result: StepResult = ticket
+        return result
+
+    def overlaps(self, plan: StepPlan) -> bool:
+        """Never: `submit` returns when all is done."""
+        return False
 
     def decode_refusal(self, mode: DecodeMode, rows: Sequence[Row]) -> str | None:
         """Why steps do not overlap; a batch shares its pass whatever its rows ask for."""
@@ -165,7 +173,7 @@ class StepRunner:
         if choices is None:
             return self._sampler.sample(self._logits(rows), states)
         found: list[Sampled | Exception | None] = [
-            None if draw is None else _taken(*choice, state)
+            None if draw is None else taken(*choice, state)
             for choice, state, draw in zip(choices, states, draws, strict=True)
         ]
         left = [index for index, each in enumerate(found) if each is None]
@@ -201,7 +209,22 @@ class StepRunner:
         return tuple(scores)
 
 
-def _taken(token: int, logit: float, state: SamplingState) -> Sampled | Exception:
+class StepTimes:
+    """How long steps take that overlap."""
+
+    def __init__(self) -> None:
+        self._ended = 0.0
+
+    def since(self, started: float) -> float:
+        """Seconds up to now from a step's submission, or from the end of the one before."""
+        now = perf_counter()
+        seconds = now - max(started, self._ended)
+        self._ended = now
+        return seconds
+
+
+def taken(token: int, logit: float, state: SamplingState) -> Sampled | Exception:
+    """A token that a program chose, appended to its sequence, or why it is none."""
     if not math.isfinite(logit):
         return sick_logits(logit)
     state.append(token)

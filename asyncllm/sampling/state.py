@@ -128,12 +128,16 @@ class SamplingState:
     @property
     def draw(self) -> Draw | None:
         """How the next token is chosen, where a program may do that; otherwise the sampler must."""
-        if self.edits or self.host_reason is not None:
+        return self.draw_after(len(self.output_ids))
+
+    def draw_after(self, outputs: int) -> Draw | None:
+        """How the token after `outputs` others is chosen, where a program may do that."""
+        if self.edits_after(outputs) or self.host_reason is not None:
             return None
         if self.greedy:
             return GREEDY
         chosen = self.filter
-        uniform = philox.uniform(self.spec.seed, len(self.output_ids), self.spec.index)
+        uniform = philox.uniform(self.spec.seed, outputs, self.spec.index)
         return Draw(chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, uniform)
 
     def append(self, token: int) -> None:

@@ -150,9 +150,8 @@ Ticket = Any
 class Runner(Protocol):
     """Executes plans. Lives on the engine thread alone."""
 
-    @property
-    def one_step_ahead(self) -> bool:
-        """Whether a step's results are worth waiting for only after the next is submitted."""
+    def overlaps(self, plan: StepPlan) -> bool:
+        """Whether the host has time, once a step is submitted, to read the one before."""
 
     def decode_refusal(self, mode: DecodeMode, rows: Sequence[Row]) -> str | None:
         """Why it does not serve a step of these rows in this form; `None`: it does.

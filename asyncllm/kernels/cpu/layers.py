@@ -426,6 +426,29 @@ def quantise() -> Kernel:
     return kernel
 
 
+def arrival() -> Kernel:
+    """A step's rows, from where the host wrote them; a token below 0 is what was chosen before.
+
+    That is, the token that the step before chose in the same place of its rows.
+    """
+    R = s.ARRIVAL
+
+    def kernel(p: int, step: int, unit: int, thread: int) -> None:
+        turn = load_i64(step + WORD * s.TURN) + 1
+        store_i64(step + WORD * s.TURN, turn)
+        new = turn % 2 * load_i64(p + R.new_stride)
+        chosen = load_i64(p + R.results) + (1 - turn % 2) * load_i64(p + R.results_stride)
+        for row in range(load_i64(step + WORD * ROWS)):
+            token = load_i64(load_i64(p + R.new_tokens) + new + WORD * row)
+            if token < 0:
+                token = max(load_i64(chosen + WORD * row), 0)
+            position = load_i64(load_i64(p + R.new_positions) + new + WORD * row)
+            store_i64(load_i64(p + R.tokens) + WORD * row, token)
+            store_i64(load_i64(p + R.positions) + WORD * row, position)
+
+    return kernel
+
+
 def embedding(isa: Isa, form: str) -> Kernel:
     """Rows of the embedding, unpacked and scaled: the residual stream's beginning."""
     level, number = int(isa), TILE_FORMS.index(form)

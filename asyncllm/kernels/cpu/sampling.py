@@ -209,7 +209,10 @@ def scratch_bytes(vocabulary: int) -> int:
 
 
 def choice() -> Any:
-    """The kernel: cap a row's logits, then choose. -1 where the logits are no numbers."""
+    """The kernel: cap a row's logits, then choose. -1 where the logits are no numbers.
+
+    Beside the token it leaves its logit.
+    """
 
     def kernel(p: int, step: int, unit: int, thread: int) -> None:
         logits = load_i64(p + C.logits) + unit * load_i64(p + C.stride)
@@ -218,7 +221,8 @@ def choice() -> Any:
         if cap != 0:
             softcapped(logits, cap, padded // 16)
         chosen = index_of_largest(logits, count)
-        draw = load_i64(p + C.draws) + unit * DRAW_BYTES
+        turn = load_i64(step + s.WORD * s.TURN) % 2
+        draw = load_i64(p + C.draws) + turn * load_i64(p + C.draws_stride) + unit * DRAW_BYTES
         temperature = load_f64(draw + TEMPERATURE)
         if chosen >= 0 and temperature > 0:
             peak = load_f32(logits + 4 * chosen)
@@ -240,6 +244,10 @@ def choice() -> Any:
                 else:
                     kept = _candidates(weights, sixteens, count, top_k, top_p, keys)
                     chosen = _draw_kept(weights, keys, kept, uniform)
-        store_i64(load_i64(p + C.out) + 8 * unit, chosen)
+        tokens = load_i64(p + C.tokens) + turn * load_i64(p + C.tokens_stride)
+        peaks = load_i64(p + C.peaks) + turn * load_i64(p + C.peaks_stride)
+        store_i64(tokens + 8 * unit, chosen)
+        peak = load_f32(logits + 4 * chosen) if chosen >= 0 else numba.float32(math.nan)
+        store_f32(peaks + 4 * unit, peak)
 
     return kernel

@@ -14,7 +14,8 @@ from typing import Any, Final
 ROWS: Final = 0
 CHOSEN: Final = 1  # rows whose logits are made
 ROW_BLOCK: Final = 2  # rows of a product's unit at most
-RULES: Final = 3
+TURN: Final = 3  # steps so far; what goes in and out has two places, for odd and even ones
+RULES: Final = 4
 
 WORD: Final = 8
 
@@ -31,6 +32,10 @@ PRODUCT: Final = _record(
 GATED: Final = _record(
     *("gate_kernel", "gate", "up_kernel", "up", "out", "up_out", "stride"),
     *("quantised", "quantised_stride", "columns", "count", "rule"),
+)
+ARRIVAL: Final = _record(
+    *("new_tokens", "new_positions", "new_stride", "results", "results_stride"),
+    *("tokens", "positions", "rule"),
 )
 NORM: Final = _record(
     *("x", "x_stride", "added", "added_stride", "post_weight", "weight", "columns", "eps"),
@@ -52,7 +57,7 @@ EMBEDDING: Final = _record(
 )
 ANGLES: Final = _record("positions", "frequencies", "scale", "half", "out", "stride", "rule")
 CHOICE: Final = _record(
-    *("logits", "stride", "padded", "count", "softcap", "draws", "out", "scratch"),
-    *("scratch_stride", "rule"),
+    *("logits", "stride", "padded", "count", "softcap", "draws", "draws_stride"),
+    *("tokens", "tokens_stride", "peaks", "peaks_stride", "scratch", "scratch_stride", "rule"),
 )
 QUANTISE: Final = _record("x", "x_stride", "columns", "out", "out_stride", "rule")

@@ -7,6 +7,11 @@ waits for a thread that is not there: the others do its units. A thread that hel
 system gave its core away is waited for, briefly in a loop, then asleep, which leaves the core to
 whom it may be that holds the missing unit. Numbers of phases come again only after 2**32 of them,
 so what a thread read before it was put aside can make it take nothing.
+
+Who asks for a step may go on at once, and ask for the same phases once more before they are over.
+Where there is a core for it, that is all it does, asleep until a step is over; otherwise it takes
+part from the moment it waits, so that what it does meanwhile takes no core from a thread that holds
+a unit.
 """
 
 from __future__ import annotations
@@ -33,18 +38,20 @@ from asyncllm.kernels.cpu.step import RULES, WORD
 CLAIM: Final = 0  # number of the phase << 32 | next unit
 DONE: Final = 64  # units of it that are done
 END: Final = 128  # number of the phase at which the step is over
-BASE: Final = 136  # number of the step's first phase
+BASE: Final = 136  # number of the step's first phase, or of the same one in a step before
 FIRST: Final = 144  # where in the table of phases that is
 COUNT: Final = 152  # phases of the step
 STOPPED: Final = 192
 SLEEPERS: Final = 256
+AWAITED: Final = 264  # number of the phase that somebody outside waits for; -1: nobody does
 PHASES: Final = 320  # addresses
 SEGMENTS: Final = 328
 STEP: Final = 336
 PATIENCE: Final = 344
 MUTEX: Final = 384
 CONDITION: Final = 512
-STATE_BYTES: Final = 640
+ARRIVAL: Final = 640  # the condition of who waits outside
+STATE_BYTES: Final = 768
 
 # How often a waiting thread looks again before it sleeps: some 20 us. Longer is a little faster
 # while nobody else wants the core, and clearly slower when somebody does.
@@ -55,6 +62,7 @@ SEGMENT_BYTES: Final = 24  # kernel, its parameters, its rule
 
 _UNITS: Final = (1 << 32) - 1
 _NUMBERS: Final = (1 << 32) - 1
+_HALF: Final = 1 << 31
 
 
 @intrinsic
@@ -142,6 +150,16 @@ def _wake(state: int) -> None:
 
 
 @numba.njit(nogil=True)
+def _announce(state: int, number: int) -> None:
+    """Wake who waits for a phase that was published."""
+    _wake(state)
+    if _read(state + AWAITED) == number & _NUMBERS:
+        _lock(state + MUTEX)
+        _wake_all(state + ARRIVAL)
+        _unlock(state + MUTEX)
+
+
+@numba.njit(nogil=True)
 def _unchanged(state: int, number: int, end: int) -> bool:
     return (
         (_read(state + CLAIM) >> 32) & _NUMBERS == number
@@ -189,48 +207,69 @@ def _run_unit(state: int, phase: int, unit: int, thread: int) -> None:
 
 
 @numba.njit(nogil=True)
-def _work(state: int, thread: int, leads: bool) -> None:
-    while True:
+def _reached(state: int, number: int) -> bool:
+    """Whether a phase was, which may have been passed."""
+    return (((_read(state + CLAIM) >> 32) - number) & _NUMBERS) < _HALF
+
+
+@numba.njit(nogil=True)
+def _work(state: int, thread: int, until: int) -> None:
+    """Until a phase is reached; below 0: until all is over."""
+    while until < 0 or not _reached(state, until):
         claim = _read(state + CLAIM)
         number = (claim >> 32) & _NUMBERS
         end = _read(state + END)
         if number == end:
-            if leads or _read(state + STOPPED) != 0:
+            if _read(state + STOPPED) != 0:
                 return
             _wait(state, number, end)
             continue
         index = (number - load_i64(state + BASE)) & _NUMBERS
         count, first = load_i64(state + COUNT), load_i64(state + FIRST)
-        if index >= count or _read(state + CLAIM) != claim:
+        if index >= 2 * count or _read(state + CLAIM) != claim:
             continue  # a step ended and another began while this thread looked
+        if index >= count:
+            index -= count
         phase = load_i64(state + PHASES) + (first + index) * PHASE_BYTES
         units, unit = _units(state, phase), claim & _UNITS
         if unit >= units > 0:
             _wait(state, number, end)
         elif units == 0:
             if _exchange(state + CLAIM, claim, (number + 1) << 32):
-                _wake(state)
+                _announce(state, number + 1)
         elif _exchange(state + CLAIM, claim, claim + 1):
             _run_unit(state, phase, unit, thread)
             if _increase(state + DONE, 1) == units:
                 _write(state + DONE, 0)
                 _write(state + CLAIM, (number + 1) << 32)
-                _wake(state)
+                _announce(state, number + 1)
 
 
-def _lead(state: int, first: int, count: int, thread: int) -> None:
-    number = (_read(state + CLAIM) >> 32) & _NUMBERS
-    # Nobody reads these before the end changes, or believes what it read.
-    store_i64(state + BASE, number)
-    store_i64(state + FIRST, first)
-    store_i64(state + COUNT, count)
-    _write(state + END, (number + count) & _NUMBERS)
+def _begin(state: int, first: int, count: int, _thread: int) -> None:
+    end = _read(state + END)
+    if (_read(state + CLAIM) >> 32) & _NUMBERS == end:
+        # Nobody reads these before the end changes, or believes what it read.
+        store_i64(state + BASE, end)
+        store_i64(state + FIRST, first)
+        store_i64(state + COUNT, count)
+    else:
+        # The same phases are being run: counted from here their places are the same.
+        store_i64(state + BASE, (end - count) & _NUMBERS)
+    _write(state + END, (end + count) & _NUMBERS)
     _wake(state)
-    _work(state, thread, True)
 
 
-def _follow(state: int, _first: int, _count: int, thread: int) -> None:
-    _work(state, thread, False)
+def _take_part(state: int, until: int, _count: int, thread: int) -> None:
+    _work(state, thread, until)
+
+
+def _sleep_until(state: int, number: int, _count: int, _thread: int) -> None:
+    _lock(state + MUTEX)
+    _write(state + AWAITED, number)
+    while not _reached(state, number):
+        _sleep(state + ARRIVAL, state + MUTEX)
+    _write(state + AWAITED, -1)
+    _unlock(state + MUTEX)
 
 
 def can_team() -> bool:
@@ -239,42 +278,60 @@ def can_team() -> bool:
 
 
 class Team:
-    """Some threads, of which the caller is one.
+    """Threads that run steps.
 
     Args:
         library: compiles the loop.
         phases: int64 [phases, 2]; first segment, number of segments.
         segments: int64 [segments, 3]; kernel, parameters, rule.
         step: the record that kernels read, int64.
-        threads: how many, the caller included.
+        threads: how many.
+        helps: whether the caller is one of them, while it waits. It is, too, where the system gives
+            no other thread.
+
+    Attributes:
+        threads: those that are not the caller's.
     """
 
     def __init__(
-        self, library: KernelLibrary, phases: Any, segments: Any, step: Any, threads: int
+        self,
+        library: KernelLibrary,
+        phases: Any,
+        segments: Any,
+        step: Any,
+        threads: int,
+        *,
+        helps: bool = True,
     ) -> None:
         self._arrays = (phases, segments, step)  # which must stay where they are
         memory = np.zeros(STATE_BYTES + 64, np.uint8)
         start = -memory.ctypes.data % 64
         self._state = memory[start : start + STATE_BYTES]
         self._address = self._state.ctypes.data
-        words = self._state.view(np.int64)
+        self._words = words = self._state.view(np.int64)
         for place, array in zip((PHASES, SEGMENTS, STEP), self._arrays, strict=True):
             words[place // 8] = array.ctypes.data
         words[PATIENCE // 8] = LOOKS
+        words[AWAITED // 8] = -1
         self._library = library
         function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)  # calls of it release the lock
-        self._lead = function(library.address("team-lead", lambda: _lead))
-        follow = function(library.address("team-follow", lambda: _follow))
+        self._begin = function(library.address("team-begin", lambda: _begin))
+        self._sleep = function(library.address("team-sleep", lambda: _sleep_until))
+        self._work = function(library.address("team-work", lambda: _take_part))
         self._stop = function(library.address("team-stop", lambda: _end))
         self.threads: list[threading.Thread] = []
-        if threads > 1:
-            for name, place in (("mutex", MUTEX), ("cond", CONDITION)):
-                getattr(ctypes.pythonapi, f"pthread_{name}_init")(
-                    ctypes.c_void_p(self._address + place), None
-                )
-        for number in range(1, threads):
+        if can_team():
+            self._start(threads, 1 if helps else 0)
+        self.helps = helps or not self.threads
+
+    def _start(self, threads: int, first: int) -> None:
+        for name, place in (("mutex", MUTEX), ("cond", CONDITION), ("cond", ARRIVAL)):
+            getattr(ctypes.pythonapi, f"pthread_{name}_init")(
+                ctypes.c_void_p(self._address + place), None
+            )
+        for number in range(first, threads):
             thread = threading.Thread(
-                target=_forever(follow),
+                target=_forever(self._work),
                 args=(self._address, number),
                 name=f"asyncllm-worker-{number}",
                 daemon=False,
@@ -286,12 +343,29 @@ class Team:
                 break
             self.threads.append(thread)
 
+    @property
+    def size(self) -> int:
+        """How many work on a step."""
+        return len(self.threads) + self.helps
+
+    def begin(self, first: int, count: int) -> int:
+        """Ask for `count` phases from number `first` on; for `wait`.
+
+        What was asked for before must be over, or be the same phases, once.
+        """
+        self._begin(self._address, first, count, 0)
+        return int(self._words[END // 8])
+
+    def wait(self, asked: int) -> None:
+        """Return when what `begin` gave this for is over."""
+        (self._work if self.helps else self._sleep)(self._address, asked, 0, 0)
+
     def run(self, first: int, count: int) -> None:
         """Run `count` phases from number `first` on; returns when all are done."""
-        self._lead(self._address, first, count, 0)
+        self.wait(self.begin(first, count))
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
+        """End the threads, after what they were asked for. Idempotent."""
         if self.threads:
             self._stop(self._address, 0, 0, 0)
             for thread in self.threads:
@@ -304,8 +378,8 @@ def _end(state: int, _first: int, _count: int, _thread: int) -> None:
     _wake(state)
 
 
-def _forever(follow: Callable[..., None]) -> Callable[[int, int], None]:
+def _forever(work: Callable[..., None]) -> Callable[[int, int], None]:
     def run(address: int, number: int) -> None:
-        follow(address, 0, 0, number)
+        work(address, -1, 0, number)
 
     return run
