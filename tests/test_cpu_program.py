@@ -622,7 +622,7 @@ async def test_loading_again_in_the_same_process_compiles_nothing(small: Path) -
         async with load(
             small, threads=2, on_progress=lambda r, s=seen: s.append(r.stage)
         ) as engine:
-            assert workers() == before + 1
+            assert before < workers() <= before + 2  # the caller is one where no core is left
             assert len(await texts(engine)) == 3
         assert workers() == before
         stages.append(seen)
