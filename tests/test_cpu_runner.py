@@ -45,8 +45,8 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CpuRunner]]:
 
 
 def load(path: Path, **more: Any) -> Any:
-    options = {"max_seqs": 8, "context_length": 256, "chunk": 32, "tune_dir": directory()}
-    return AsyncEngine.load(path, **options | more)
+    more |= {"max_seqs": 8, "context_length": 256, "chunk": 32, "tune_dir": directory()}
+    return AsyncEngine.load(path, **more)
 
 
 REQUESTS: list[dict[str, Any]] = [
