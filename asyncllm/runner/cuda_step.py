@@ -184,21 +184,21 @@ class DeviceModel:
         self._on_weight(weight.data.nbytes)
         return found
 
-    def _layer(self, layer: Layer) -> _DeviceLayer:
-        return _DeviceLayer(self, layer.attention, layer.feed_forward, layer.rope)
+    def _layer(self, layer: Layer) -> DeviceLayer:
+        return DeviceLayer(self, layer.attention, layer.feed_forward, layer.rope)
 
-    def products(self, linears: Sequence[Linear]) -> _Products:
+    def products(self, linears: Sequence[Linear]) -> Products:
         """Layers that read the same input, neighbours joined where they are of one form."""
         weights = [self._weight(linear.weight) for linear in linears]
         biases = [self.vector(linear.bias) for linear in linears]
-        found: list[_Product] = []
+        found: list[Product] = []
         for weight, bias in zip(weights, biases, strict=True):
             last = found[-1] if found else None
             if last and last.bias is None and bias is None and last.weight.form == weight.form:
                 last.weight = joined([last.weight, weight])
             else:
-                found.append(_Product(weight, bias))
-        return _Products(found)
+                found.append(Product(weight, bias))
+        return Products(found)
 
     def keep_dense(self) -> None:
         """Keep a 16-bit copy of every matrix for passes of many rows."""
@@ -229,16 +229,18 @@ class DeviceModel:
 
 
 @dataclass(slots=True)
-class _Product:
+class Product:
+    """A matrix, and what is added to its results."""
+
     weight: DeviceWeight
     bias: Tensor | None
 
 
 @dataclass(slots=True)
-class _Products:
+class Products:
     """Matrices that read the same input; `dense` is all of them as one, where that is kept."""
 
-    parts: list[_Product]
+    parts: list[Product]
     dense: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -265,7 +267,7 @@ class _Products:
         return matrix
 
 
-class _DeviceLayer:
+class DeviceLayer:
     """One layer's weights on the device."""
 
     def __init__(
@@ -283,7 +285,7 @@ class _DeviceLayer:
         self.ff_post_norm = model.vector(feed_forward.post_norm)
 
     @property
-    def every(self) -> list[_Products]:
+    def every(self) -> list[Products]:
         return [self.qkv, self.output, self.gate_up, self.down]
 
 
@@ -311,6 +313,11 @@ class CudaProgram:
         edits: penalties and biases, once `make_edits` was called.
     """
 
+    # Rows that tensor cores' products are cut for, and heads that a program makes ready at a time;
+    # `None`: by the number of rows.
+    _as_rows: int | None = None
+    _heads_together: int | None = None
+
     def __init__(
         self,
         model: CausalLM,
@@ -325,7 +332,7 @@ class CudaProgram:
         pdl: bool,
     ) -> None:
         config = self.config = model.config
-        self.device, self.pdl = device, pdl
+        self.device, self.pdl, self.context = device, pdl, model.context_length
         self._weights, self._pool = weights, pool
         self.vocab_size, self.max_batch = vocab_size, max_batch
         self.max_rows = max(max_rows, max_batch)
@@ -345,22 +352,11 @@ class CudaProgram:
             tuple(part.to(device) for part in cos_sin(frequencies, scale, positions))
             for frequencies, scale in model.ropes
         ]
-        count, q_width = self.max_rows, config.heads * config.head_dim
-        self._x = [zeros(count, config.embedding) for _ in range(2)]
-        self._y = zeros(count, config.embedding)
-        self._normed = Rows.of(count, config.embedding, device)
-        width = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self._qkv = zeros(count, width)
-        self._q = zeros(count, config.heads, config.head_dim, dtype=QUERY)
-        self._attended = Rows.of(count, q_width, device)
-        few, some = min(count, FEW_ROWS), min(count, TENSOR_ROWS)
-        self._gate_up = zeros(some, 2 * config.feed_forward)
-        self._gate_up_half = zeros(count, 2 * config.feed_forward, dtype=HALF)
-        self._gated = Rows.of(count, config.feed_forward, device)
-        self._chosen = Rows.of(some, config.embedding, device)
+        self._x = [zeros(self.max_rows, config.embedding) for _ in range(2)]
+        self._make_room(self.max_rows)
         self._selected = zeros(max_batch, config.embedding)
         self.logits = zeros(max_batch, config.vocab_size)
-        self.tokens = zeros(count, dtype=torch.int32)
+        self.tokens = zeros(self.max_rows, dtype=torch.int32)
         self.next_tokens = zeros(max_batch, dtype=torch.int32)
         self.fields = zeros(FIELDS * max_batch, dtype=torch.int32)
         pin = device.type == "cuda"
@@ -370,17 +366,37 @@ class CudaProgram:
         self.failures: list[str] = []
         self._struck: set[str] = set()
         self._turn = zeros(1, dtype=torch.int32)
-        self._dense = zeros(weights.largest if count > few else 0, dtype=HALF)
-        sums = most_partial_sums(weights.widest, some) if count > few else 0
-        self._partial = zeros(sums)
         self.edits: SlotEdits | None = None
         self._decode_scratch: dict[tuple[int, int], attention.DecodeScratch] = {}
         self._choice_scratch: dict[int, ChoiceScratch] = {}
-        self.context = model.context_length
         self._now = 0  # which of the two residual streams is the newest
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _make_room(self, count: int) -> None:
+        """Buffers of a pass of so many rows."""
+        config, zeros = self.config, self._zeros
+        width = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self._y = zeros(count, config.embedding)
+        self._qkv = zeros(count, width)
+        self._q = zeros(count, config.heads, config.head_dim, dtype=QUERY)
+        self._normed = self._rows(count, config.embedding)
+        self._attended = self._rows(count, config.heads * config.head_dim)
+        self._gated = self._rows(count, config.feed_forward)
+        self._chosen = self._rows(min(count, TENSOR_ROWS), config.embedding)
+        self._make_products_room(count)
+
+    def _rows(self, count: int, width: int) -> Rows:
+        return Rows.of(count, width, self.device)
+
+    def _make_products_room(self, count: int) -> None:
+        width, weights, zeros = 2 * self.config.feed_forward, self._weights, self._zeros
+        some, many = min(count, TENSOR_ROWS), count > FEW_ROWS
+        self._gate_up = zeros(some, width)
+        self._gate_up_half = zeros(count, width, dtype=HALF)
+        self._dense = zeros(weights.largest if many else 0, dtype=HALF)
+        self._partial = zeros(most_partial_sums(weights.widest, some) if many else 0)
 
     def field(self, number: int, count: int) -> Tensor:
         """One field of the batch, int32 [count]."""
@@ -403,31 +419,7 @@ class CudaProgram:
         receive(self.ring, self._turn, self.fields)
         slots, positions = self.field(SLOT, count), self.field(POSITION, count)
         self._embed(self.field(FRESH, count), slots, count)
-        scratch = self._decode_scratch.get((count, reach))
-        if scratch is None:
-            config = self.config
-            splits = attention.decode_splits(count, config.kv_heads, reach)
-            scratch = self._decode_scratch[count, reach] = attention.DecodeScratch.of(
-                count, config.heads, config.kv_heads, config.head_dim, splits, self.device
-            )
-
-        def attend(index: int, group: int, **forms: Any) -> None:
-            attention.decode(
-                self._q[:count],
-                self._pool.keys[index],
-                self._pool.values[index],
-                self.tables[group],
-                self.rings[group],
-                slots,
-                positions,
-                scratch,
-                window=self._pool.groups[group].window,
-                cap=self.config.attention_softcap,
-                scales=self._pool.scales.get(index),
-                pdl=self.pdl,
-                **forms,
-            )
-
+        attend = self._attend_rows(slots, positions, self._scratch(count, reach))
         self._layers(count, slots, positions, attend)
         self._head(self._x[self._now][:count])
         self._choose(form)
@@ -526,6 +518,49 @@ class CudaProgram:
         out = self._x[0][:count]
         embedding_rows(self._weights.embedding, tokens, scale, out, pdl=self.pdl)
 
+    def _scratch(self, count: int, reach: int) -> attention.DecodeScratch:
+        scratch = self._decode_scratch.get((count, reach))
+        if scratch is None:
+            splits = attention.decode_splits(count, self.config.kv_heads, reach)
+            scratch = self._decode_scratch[count, reach] = self._new_scratch(count, splits)
+        return scratch
+
+    def _new_scratch(self, count: int, splits: int) -> attention.DecodeScratch:
+        config = self.config
+        return attention.DecodeScratch.of(
+            count, config.heads, config.kv_heads, config.head_dim, splits, self.device
+        )
+
+    def _attend_rows(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        scratch: attention.DecodeScratch,
+        *,
+        siblings: bool = False,
+    ) -> Callable[..., None]:
+        """Attention of each row on its own; see `attention.decode`."""
+
+        def attend(index: int, group: int, **forms: Any) -> None:
+            attention.decode(
+                self._q[: len(slots)],
+                self._pool.keys[index],
+                self._pool.values[index],
+                self.tables[group],
+                self.rings[group],
+                slots,
+                positions,
+                scratch,
+                window=self._pool.groups[group].window,
+                cap=self.config.attention_softcap,
+                scales=self._pool.scales.get(index),
+                siblings=siblings,
+                pdl=self.pdl,
+                **forms,
+            )
+
+        return attend
+
     def _layers(
         self, count: int, slots: Tensor, positions: Tensor, attend: Callable[..., None]
     ) -> None:
@@ -552,6 +587,7 @@ class CudaProgram:
                 k_norm=layer.k_norm,
                 eps=config.norm_eps,
                 scales=self._pool.scales.get(index),
+                tile=self._heads_together,
                 pdl=self.pdl,
             )
             targets = self._attended.targets(count, layer.output.weights)
@@ -600,7 +636,7 @@ class CudaProgram:
         if added:
             self._now = 1 - self._now
 
-    def _gate(self, layer: _DeviceLayer, count: int) -> None:
+    def _gate(self, layer: DeviceLayer, count: int) -> None:
         activation, width = self.config.architecture.activation, self.config.feed_forward
         (first, *others), down = layer.gate_up.parts, layer.down.weights
         if are_few(count) and not others and first.bias is None:
@@ -621,7 +657,7 @@ class CudaProgram:
     def _source(weight: DeviceWeight, x: Rows, count: int) -> Any:
         return x.full[:count] if weight.layout is None else x.few(count)
 
-    def _multiply(self, products: _Products, x: Rows, count: int, out: Tensor) -> None:
+    def _multiply(self, products: Products, x: Rows, count: int, out: Tensor) -> None:
         """All parts of a matrix, side by side."""
         out, column = out[:count], 0
         if count > TENSOR_ROWS:
@@ -638,27 +674,29 @@ class CudaProgram:
                 half = x.half[:count]
                 if any(each.layout is not None for each in products.weights):
                     half.copy_(x.full[:count])  # its form for the others is float16
-                part = _Products([product])
+                part = Products([product])
                 self._dense_rows(part, half, out[:, column : column + weight.rows])
             column += weight.rows
 
-    def _tensor_rows(self, product: _Product, x: Tensor, out: Tensor, column: int) -> None:
+    def _tensor_rows(self, product: Product, x: Tensor, out: Tensor, column: int) -> None:
         weight = product.weight
-        how: dict[str, Any] = {"bias": product.bias, "out_offset": column, "pdl": self.pdl}
+        rows = self._as_rows or len(x)
+        how: dict[str, Any] = {"bias": product.bias, "out_offset": column, "as_rows": rows}
+        how["pdl"] = self.pdl
         if weight.form not in self._struck:
             try:
                 tensor_rows(weight, x, out, self._partial, **how)
             except Exception as error:  # whatever a compiler or a driver may raise
-                if tensor_default(weight, len(x)) == tensor_default(weight, len(x), plain=True):
+                if tensor_default(weight, rows) == tensor_default(weight, rows, plain=True):
                     raise
                 self._struck.add(weight.form)
                 self.failures.append(f"the product of {weight.form} with copies ahead: {error!r}")
             else:
                 return
-        plain = tensor_default(weight, len(x), plain=True)
+        plain = tensor_default(weight, rows, plain=True)
         tensor_rows(weight, x, out, self._partial, config=plain, **how)
 
-    def _dense_rows(self, products: _Products, x: Tensor, out: Tensor) -> None:
+    def _dense_rows(self, products: Products, x: Tensor, out: Tensor) -> None:
         matrix = products.dense
         if matrix is None:
             matrix = products.unpacked(self._dense)
@@ -670,8 +708,8 @@ class CudaProgram:
             column += product.weight.rows
 
     def _head(self, x: Tensor) -> None:
-        head = _Products([_Product(self._weights.head, None)])
-        most = len(self._chosen.full)
+        head = Products([Product(self._weights.head, None)])
+        most = len(self._chosen.tensor)
         for start in range(0, len(x), most):
             part = x[start : start + most]
             rows.norm(
