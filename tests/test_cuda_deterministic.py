@@ -207,7 +207,7 @@ async def loaded(path: Path, **more: Any) -> AsyncIterator[AsyncEngine]:
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 280))
+    asyncio.run(asyncio.wait_for(test, 500))
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -240,7 +240,7 @@ SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 11}
 
 
 @needs_gpu
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(520)
 @pytest.mark.parametrize(
     ("name", "kv_dtype"), [("packed", "auto"), ("packed", "int8"), ("mixed", "auto")]
 )
@@ -277,7 +277,7 @@ def test_alone_and_in_batches_tokens_are_the_same(
 
 
 @needs_gpu
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(520)
 @pytest.mark.parametrize("name", ["packed", "mixed"])
 def test_chunks_and_prefix_hits_do_not_change_tokens(
     name: str, request: pytest.FixtureRequest
@@ -309,7 +309,7 @@ def test_chunks_and_prefix_hits_do_not_change_tokens(
 
 
 @needs_gpu
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(520)
 @pytest.mark.parametrize("name", ["packed", "mixed"])
 def test_preempted_and_restored_tokens_are_the_same(
     name: str, request: pytest.FixtureRequest
