@@ -132,7 +132,7 @@ def test_a_row_of_a_product_is_the_same_among_any_others(
 
 # Of tiny models with float weights; in the interpreter each takes half a minute.
 FAMILIES = ["gemma3"] if DEVICE.type == "cpu" else ["llama", "qwen3", "gemma3", "phi3-partial"]
-SMALL = synthetic.Shape(2, 256, 512, 4, 2, 64, 128, False)
+SMALL = synthetic.Shape(1, 256, 512, 4, 2, 64, 128, False)
 
 
 @pytest.mark.timeout(400)
