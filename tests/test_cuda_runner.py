@@ -23,7 +23,8 @@ from asyncllm.model.config import ModelConfig
 from asyncllm.model.program import Chunk, PlainProgram
 from asyncllm.options import SamplingParams
 from asyncllm.runner import cuda_step
-from asyncllm.runner.cuda_step import CudaProgram, DeviceModel, refusal
+from asyncllm.runner.cuda_step import CudaProgram, refusal
+from asyncllm.runner.device_model import DeviceModel
 from asyncllm.runner.pipeline import CudaRunner
 from asyncllm.scheduler.chunking import ChunkPolicy
 from asyncllm.scheduler.request import Request

@@ -203,7 +203,7 @@ class CudaBackend(Backend):
         """Bring the weights to the device."""
         import torch
 
-        from asyncllm.runner.cuda_step import DeviceModel
+        from asyncllm.runner.device_model import DeviceModel
 
         self.model = DeviceModel(model, torch.device(self.device), on_tiles)
         free = torch.cuda.mem_get_info(self.device)[0]

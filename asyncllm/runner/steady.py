@@ -18,7 +18,8 @@ from asyncllm.kernels.cuda import attention, rows
 from asyncllm.kernels.cuda.float_rows import float_partial_sums, float_rows
 from asyncllm.kernels.cuda.tensor_cores import most_partial_sums
 from asyncllm.kernels.cuda.weights import DeviceWeight
-from asyncllm.runner.cuda_step import CudaProgram, DeviceLayer, Products, Rows
+from asyncllm.runner.cuda_step import CudaProgram, Rows
+from asyncllm.runner.device_model import DeviceLayer, Products
 
 # Rows that every product is cut for.
 AS_ROWS: Final = 32
