@@ -145,6 +145,11 @@ def _bench_parser() -> argparse.ArgumentParser:
         "--allocations", action="store_true", help="count what decoding allocates on a GPU"
     )
     parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="on a GPU with one arithmetic for every number of rows",
+    )
+    parser.add_argument(
         "--reload", action="store_true", help="load the model a second time, and time that"
     )
     parser.add_argument(
@@ -325,7 +330,9 @@ async def _bench(arguments: argparse.Namespace) -> int:
         reload=arguments.reload,
         llamacpp=arguments.vs_llamacpp,
         llamacpp_model=arguments.llamacpp_model,
-        options=EngineOptions().updated(_given(arguments, BENCH_FLAGS)),
+        options=EngineOptions(deterministic=arguments.deterministic).updated(
+            _given(arguments, BENCH_FLAGS)
+        ),
     )
 
     def say(what: str) -> None:

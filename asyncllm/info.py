@@ -59,7 +59,7 @@ class ModelInfo:
         backend: which program runs the steps.
         backend_notes: why no faster one does, and how to get it.
         deterministic: whether a greedy or seeded request gives the same tokens whatever else
-            runs; see the page on concurrency for what holds on the plain path.
+            runs; see the page on concurrency for what holds where it is `False`.
         load_stages: stages of loading with their seconds.
     """
 

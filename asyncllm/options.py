@@ -80,7 +80,7 @@ class EngineOptions:
         moe_residency_bytes: bytes of expert banks kept on the device; `"auto"` measures.
         device: `"auto"`, `"cpu"`, `"cuda"`, `"cuda:1"` and so on.
         dtype: type of activations; `"auto"` is float32 on a CPU.
-        deterministic: on a GPU hold one arithmetic for every batch size, at some cost in speed.
+        deterministic: on a GPU hold one arithmetic for every number of rows, at a cost in speed.
         widen_weights: on the plain path keep a bf16 copy of packed weights beside them.
         threads: CPU threads; `None` takes the cores this process may use.
         tune_dir: where measured choices are kept; `None` is the user's cache directory.

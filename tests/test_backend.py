@@ -58,13 +58,20 @@ def test_a_gpu_serves_where_nothing_speaks_against_it(device: str) -> None:
     assert isinstance(backend, CudaBackend)
     assert backend.device == "cuda:0"
     assert backend.suit(CONFIG, 16) is backend
+    assert backend.deterministic is False
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_a_gpu_is_deterministic_if_that_is_asked_for() -> None:
+    backend = choose_backend(EngineOptions(deterministic=True))
+    assert isinstance(backend, CudaBackend)
+    assert backend.deterministic is True
 
 
 @pytest.mark.usefixtures("a_gpu")
 @pytest.mark.parametrize(
     "options",
     [
-        {"deterministic": True},
         {"widen_weights": True},
         {"prefill_weights": "int8"},
         {"device": "cuda:3"},
@@ -76,9 +83,7 @@ def test_what_a_gpu_does_not_have_is_an_error_if_one_was_asked_for(options: Any)
 
 
 @pytest.mark.usefixtures("a_gpu")
-@pytest.mark.parametrize(
-    "options", [{"deterministic": True}, {"widen_weights": True}, {"device": "cpu"}]
-)
+@pytest.mark.parametrize("options", [{"widen_weights": True}, {"device": "cpu"}])
 def test_the_cpu_serves_what_a_gpu_does_not_have(options: Any) -> None:
     assert choose_backend(EngineOptions(**options)).device == "cpu"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -376,6 +377,24 @@ def test_threads_are_given_as_a_list_or_one_by_one(
     assert cli.main(["bench", "--json", "m.gguf"]) == 0
     assert [settings.threads for settings in seen] == [(1, 2, 4), ()]
     assert "33 tokens" in capsys.readouterr().out
+
+
+async def test_what_is_measured_deterministic_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Settings] = []
+
+    async def measured(settings: Settings, **_: object) -> Report:
+        seen.append(settings)
+        return Report({"CPU": "some"}, (Row(1, ONE, Figures((1.0,))),), ())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "bench", measured)
+        for more in ([], ["--deterministic"]):
+            assert await asyncio.to_thread(cli.main, ["bench", "m.gguf", *more]) == 0
+    assert [settings.options.deterministic for settings in seen] == [False, True]
+    for settings in seen:
+        report = await run(replace(small(1), options=settings.options), Models())
+        told = report.ran_on["backend"].endswith(", deterministic")
+        assert told is settings.options.deterministic
 
 
 def grid() -> Settings:

@@ -29,7 +29,8 @@ from asyncllm.model.causal_lm import CausalLM
 from asyncllm.model.config import ModelConfig
 from asyncllm.options import SamplingParams
 from asyncllm.runner import pipeline, slot_edits
-from asyncllm.runner.cuda_step import CudaProgram, DeviceModel
+from asyncllm.runner.cuda_step import CudaProgram
+from asyncllm.runner.device_model import DeviceModel
 from asyncllm.runner.pipeline import CudaRunner
 from asyncllm.sampling.sampler import Sampled, Sampler, SamplingState
 from asyncllm.scheduler.chunking import ChunkPolicy

@@ -23,7 +23,8 @@ from asyncllm.model.config import ModelConfig
 from asyncllm.model.program import Chunk, PlainProgram
 from asyncllm.options import SamplingParams
 from asyncllm.runner import cuda_step
-from asyncllm.runner.cuda_step import CudaProgram, DeviceModel, refusal
+from asyncllm.runner.cuda_step import CudaProgram, refusal
+from asyncllm.runner.device_model import DeviceModel
 from asyncllm.runner.pipeline import CudaRunner
 from asyncllm.scheduler.chunking import ChunkPolicy
 from asyncllm.scheduler.request import Request
@@ -42,7 +43,14 @@ CHUNK = 24
 class Device:
     """A tiny model on the device, with all that serves it."""
 
-    def __init__(self, path: Path, kv_dtype: torch.dtype = torch.float16) -> None:
+    def __init__(
+        self,
+        path: Path,
+        kv_dtype: torch.dtype = torch.float16,
+        *,
+        kind: type[CudaProgram] = CudaProgram,
+        chunk: int = CHUNK,
+    ) -> None:
         with open_checkpoint(path) as checkpoint:
             config = ModelConfig.from_checkpoint(checkpoint)
             assert refusal(config, BLOCK_TOKENS) is None
@@ -50,7 +58,7 @@ class Device:
         groups = layer_groups(
             config,
             block_tokens=BLOCK_TOKENS,
-            chunk=CHUNK,
+            chunk=chunk,
             max_seqs=MAX_SEQS,
             context_length=CONTEXT,
             kv_bytes=1 << 40,
@@ -65,13 +73,13 @@ class Device:
             device=str(DEVICE),
         )
         self.pool = pool
-        self.program = CudaProgram(
+        self.program = kind(
             self.model,
             DeviceModel(self.model, DEVICE),
             pool,
             device=DEVICE,
             vocab_size=VOCABULARY,
-            max_rows=CHUNK + MAX_SEQS,
+            max_rows=chunk + MAX_SEQS,
             max_batch=MAX_SEQS,
             slots=2 * MAX_SEQS,
             pdl=False,
@@ -80,7 +88,7 @@ class Device:
         cache = KvCache(
             groups,
             block_tokens=BLOCK_TOKENS,
-            max_chunk=CHUNK,
+            max_chunk=chunk,
             grow=self.grow,
             fingerprint=b"tiny",
             prefix_cache=True,
@@ -89,7 +97,7 @@ class Device:
             cache,
             max_seqs=MAX_SEQS,
             context_length=CONTEXT,
-            chunk=ChunkPolicy(CHUNK, 1e9),
+            chunk=ChunkPolicy(chunk, 1e9),
             decode_refusal=self.runner.decode_refusal,
         )
         self.modes: set[str] = set()

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncEngine, Completion, PromptTooLongError, RequestError
+from scripts import cpu_tokens
+from tests.test_cuda_smollm2 import ANSWERS, EXPECTED, far, partings
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
 
@@ -264,3 +266,12 @@ async def test_a_blocked_loop_costs_no_steps(smollm2_path: Path) -> None:
         await generation.cancel()
     rates = [steps[wait] / seconds[wait] for wait in (blocked, free)]
     assert rates[0] >= 0.95 * rates[1], rates
+
+
+async def test_the_cpu_gives_the_tokens_that_gpus_are_held_against(smollm2_path: Path) -> None:
+    found = await cpu_tokens.answers(smollm2_path, 1)
+    assert [answer["ids"] for answer in found["answers"]] == [answer["ids"] for answer in ANSWERS]
+    tokens = [answer["tokens"] for answer in found["answers"]]
+    assert far(partings(tokens)) == []
+    if found["backend"] == EXPECTED["about"]["backend"]:  # with the same instructions
+        assert found["answers"] == ANSWERS

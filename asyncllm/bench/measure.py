@@ -245,9 +245,10 @@ def _ran_on(settings: Settings, info: ModelInfo, build: str) -> dict[str, str]:
     if settings.llamacpp is not None:
         file = settings.llamacpp_model or settings.model
         out["llama.cpp"] = f"{build}, {file.name}"
+    asked = ", deterministic" if settings.options.deterministic and info.deterministic else ""
     return (
         out
-        | {"backend": f"{info.backend}, activations {info.dtype}, K/V {info.kv_dtype}"}
+        | {"backend": f"{info.backend}, activations {info.dtype}, K/V {info.kv_dtype}{asked}"}
         | machine.described(info.device)
         | {"rounds": f"{settings.rounds}, in turns"}
     )

@@ -205,11 +205,12 @@ class CudaBackend(Backend):
         """Bring the weights to the device."""
         import torch
 
-        from asyncllm.runner.cuda_step import DeviceModel
+        from asyncllm.runner.device_model import DeviceModel
 
         self.model = DeviceModel(model, torch.device(self.device), on_tiles)
         free = torch.cuda.mem_get_info(self.device)[0]
-        if self.prefill_weights == "auto" and self.model.dense_bytes < DENSE_SHARE * free:
+        keeps = self.prefill_weights == "auto" and not self.deterministic
+        if keeps and self.model.dense_bytes < DENSE_SHARE * free:
             self.model.keep_dense()
 
     def runner(
@@ -227,10 +228,11 @@ class CudaBackend(Backend):
 
         from asyncllm.runner.cuda_step import CudaProgram
         from asyncllm.runner.pipeline import CudaRunner
+        from asyncllm.runner.steady import SteadyProgram
 
         weights, self.model = self.model, None
         slots = 2 * max_sequences
-        program = CudaProgram(
+        program = (SteadyProgram if self.deterministic else CudaProgram)(
             model,
             weights,
             pool,
@@ -255,8 +257,6 @@ def _cuda_backend(options: EngineOptions, instead: Callable[[], Backend]) -> Cud
         reason = 'prefill_weights="int8" is not there yet; use "auto" or "packed"'
     elif options.widen_weights:
         reason = "widen_weights=True asks for the plain path, on a CPU"
-    elif options.deterministic:
-        reason = 'deterministic=True is not there yet; device="cpu" always is'
     elif not torch.cuda.is_available():
         reason = "torch finds no CUDA device"
     elif find_spec("triton") is None:
@@ -276,6 +276,7 @@ def _cuda_backend(options: EngineOptions, instead: Callable[[], Backend]) -> Cud
         1,
         name="triton",
         kv_dtype="float16",
+        deterministic=options.deterministic,
         device=device,
         notes=[_device_name(device)],
         prefill_weights=options.prefill_weights,

@@ -20,24 +20,21 @@ from asyncllm.kernels.cuda.choice import ChoiceScratch, Draws, greedy, sample
 from asyncllm.kernels.cuda.products import few_rows
 from asyncllm.kernels.cuda.tensor_cores import most_partial_sums, tensor_default, tensor_rows
 from asyncllm.kernels.cuda.tokens import first_tokens, receive, remember
-from asyncllm.kernels.cuda.unpacking import embedding_rows, unpack_to
-from asyncllm.kernels.cuda.weights import DeviceWeight, Staging, joined, upload
+from asyncllm.kernels.cuda.unpacking import embedding_rows
+from asyncllm.kernels.cuda.weights import DeviceWeight
 from asyncllm.model.rope import cos_sin
+from asyncllm.runner.device_model import HALF, DeviceLayer, DeviceModel, Product, Products
 from asyncllm.runner.slot_edits import SlotEdits
 
 if TYPE_CHECKING:
     from asyncllm.kv.pool import KvPool
-    from asyncllm.model.attention import Attention
-    from asyncllm.model.causal_lm import CausalLM, Layer
+    from asyncllm.model.causal_lm import CausalLM
     from asyncllm.model.config import ModelConfig
-    from asyncllm.model.feed_forward import FeedForward
-    from asyncllm.model.linear import Linear
 
 # Rows of which products read weights faster than they compute; and the most that tensor cores take.
 FEW_ROWS: Final = 4
 TENSOR_ROWS: Final = 64
 
-HALF: Final = torch.bfloat16  # of what dense products take: its range is float32's
 QUERY: Final = torch.float16  # of queries, keys and values
 
 ACTIVATIONS: Final = ("silu", "gelu_tanh")
@@ -153,140 +150,6 @@ class Rows:
         return wanted
 
 
-class DeviceModel:
-    """A model's weights on a device.
-
-    Args:
-        model: bound; its matrices are not needed afterwards.
-        device: where to.
-        on_weight: told the bytes of each weight as it arrives; may raise to give up.
-    """
-
-    def __init__(
-        self,
-        model: CausalLM,
-        device: torch.device,
-        on_weight: Callable[[int], None] = lambda nbytes: None,
-    ) -> None:
-        self._device, self._staging, self._on_weight = device, Staging(device), on_weight
-        self.embedding = self._weight(model.embedding)
-        tied = model.head.weight.name == model.embedding.name
-        self.head = self.embedding if tied else self._weight(model.head.weight)
-        self.layers = [self._layer(layer) for layer in model.layers]
-        self.output_norm = self.vector(model.output_norm)
-        self._staging = Staging(torch.device("cpu"))
-
-    def vector(self, tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.float().to(self._device).contiguous()
-
-    def _weight(self, weight: Any) -> DeviceWeight:
-        found = upload(weight.format, weight.data, weight.columns, self._device, self._staging)
-        self._on_weight(weight.data.nbytes)
-        return found
-
-    def _layer(self, layer: Layer) -> _DeviceLayer:
-        return _DeviceLayer(self, layer.attention, layer.feed_forward, layer.rope)
-
-    def products(self, linears: Sequence[Linear]) -> _Products:
-        """Layers that read the same input, neighbours joined where they are of one form."""
-        weights = [self._weight(linear.weight) for linear in linears]
-        biases = [self.vector(linear.bias) for linear in linears]
-        found: list[_Product] = []
-        for weight, bias in zip(weights, biases, strict=True):
-            last = found[-1] if found else None
-            if last and last.bias is None and bias is None and last.weight.form == weight.form:
-                last.weight = joined([last.weight, weight])
-            else:
-                found.append(_Product(weight, bias))
-        return _Products(found)
-
-    def keep_dense(self) -> None:
-        """Keep a 16-bit copy of every matrix for passes of many rows."""
-        for layer in self.layers:
-            for products in layer.every:
-                if products.dense is None:
-                    products.dense = products.unpacked(
-                        torch.empty(products.elements, dtype=HALF, device=self._device)
-                    )
-
-    @property
-    def dense_bytes(self) -> int:
-        """What `keep_dense` takes."""
-        every = (products for layer in self.layers for products in layer.every)
-        return sum(2 * products.elements for products in every if products.dense is None)
-
-    @property
-    def largest(self) -> int:
-        """Elements of the largest matrix that has no 16-bit copy."""
-        every = (products for layer in self.layers for products in layer.every)
-        return max((each.elements for each in every if each.dense is None), default=0)
-
-    @property
-    def widest(self) -> list[DeviceWeight]:
-        """All matrices of layers, and the head's."""
-        every = [products for layer in self.layers for products in layer.every]
-        return [*(product.weight for each in every for product in each.parts), self.head]
-
-
-@dataclass(slots=True)
-class _Product:
-    weight: DeviceWeight
-    bias: Tensor | None
-
-
-@dataclass(slots=True)
-class _Products:
-    """Matrices that read the same input; `dense` is all of them as one, where that is kept."""
-
-    parts: list[_Product]
-    dense: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.parts) == 1:
-            values = self.parts[0].weight.planes.get("values")
-            if values is not None and values.dtype == HALF:
-                self.dense = values
-
-    @property
-    def weights(self) -> list[DeviceWeight]:
-        return [product.weight for product in self.parts]
-
-    @property
-    def elements(self) -> int:
-        return sum(weight.rows * weight.columns for weight in self.weights)
-
-    def unpacked(self, buffer: Tensor) -> Tensor:
-        """All of it in 16 bits, written into a flat buffer."""
-        columns, start = self.parts[0].weight.columns, 0
-        matrix = buffer[: self.elements].view(-1, columns)
-        for weight in self.weights:
-            unpack_to(weight, matrix[start : start + weight.rows])
-            start += weight.rows
-        return matrix
-
-
-class _DeviceLayer:
-    """One layer's weights on the device."""
-
-    def __init__(
-        self, model: DeviceModel, block: Attention, feed_forward: FeedForward, rope: int
-    ) -> None:
-        self.rope = rope
-        self.norm = model.vector(block.norm)
-        self.qkv = model.products(block.projections)
-        self.q_norm, self.k_norm = model.vector(block.q_norm), model.vector(block.k_norm)
-        self.output = model.products([block.output])
-        self.post_norm = model.vector(block.post_norm)
-        self.ff_norm = model.vector(feed_forward.norm)
-        self.gate_up = model.products(feed_forward.gate_up)
-        self.down = model.products([feed_forward.down])
-        self.ff_post_norm = model.vector(feed_forward.post_norm)
-
-    @property
-    def every(self) -> list[_Products]:
-        return [self.qkv, self.output, self.gate_up, self.down]
-
-
 class CudaProgram:
     """Computes rows on a device: decoding batches, and prompt chunks.
 
@@ -311,6 +174,11 @@ class CudaProgram:
         edits: penalties and biases, once `make_edits` was called.
     """
 
+    # Rows that tensor cores' products are cut for, and heads that a program makes ready at a time;
+    # `None`: by the number of rows.
+    _as_rows: int | None = None
+    _heads_together: int | None = None
+
     def __init__(
         self,
         model: CausalLM,
@@ -325,7 +193,7 @@ class CudaProgram:
         pdl: bool,
     ) -> None:
         config = self.config = model.config
-        self.device, self.pdl = device, pdl
+        self.device, self.pdl, self.context = device, pdl, model.context_length
         self._weights, self._pool = weights, pool
         self.vocab_size, self.max_batch = vocab_size, max_batch
         self.max_rows = max(max_rows, max_batch)
@@ -345,22 +213,11 @@ class CudaProgram:
             tuple(part.to(device) for part in cos_sin(frequencies, scale, positions))
             for frequencies, scale in model.ropes
         ]
-        count, q_width = self.max_rows, config.heads * config.head_dim
-        self._x = [zeros(count, config.embedding) for _ in range(2)]
-        self._y = zeros(count, config.embedding)
-        self._normed = Rows.of(count, config.embedding, device)
-        width = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self._qkv = zeros(count, width)
-        self._q = zeros(count, config.heads, config.head_dim, dtype=QUERY)
-        self._attended = Rows.of(count, q_width, device)
-        few, some = min(count, FEW_ROWS), min(count, TENSOR_ROWS)
-        self._gate_up = zeros(some, 2 * config.feed_forward)
-        self._gate_up_half = zeros(count, 2 * config.feed_forward, dtype=HALF)
-        self._gated = Rows.of(count, config.feed_forward, device)
-        self._chosen = Rows.of(some, config.embedding, device)
+        self._x = [zeros(self.max_rows, config.embedding) for _ in range(2)]
+        self._make_room(self.max_rows)
         self._selected = zeros(max_batch, config.embedding)
         self.logits = zeros(max_batch, config.vocab_size)
-        self.tokens = zeros(count, dtype=torch.int32)
+        self.tokens = zeros(self.max_rows, dtype=torch.int32)
         self.next_tokens = zeros(max_batch, dtype=torch.int32)
         self.fields = zeros(FIELDS * max_batch, dtype=torch.int32)
         pin = device.type == "cuda"
@@ -370,17 +227,37 @@ class CudaProgram:
         self.failures: list[str] = []
         self._struck: set[str] = set()
         self._turn = zeros(1, dtype=torch.int32)
-        self._dense = zeros(weights.largest if count > few else 0, dtype=HALF)
-        sums = most_partial_sums(weights.widest, some) if count > few else 0
-        self._partial = zeros(sums)
         self.edits: SlotEdits | None = None
         self._decode_scratch: dict[tuple[int, int], attention.DecodeScratch] = {}
         self._choice_scratch: dict[int, ChoiceScratch] = {}
-        self.context = model.context_length
         self._now = 0  # which of the two residual streams is the newest
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _make_room(self, count: int) -> None:
+        """Buffers of a pass of so many rows."""
+        config, zeros = self.config, self._zeros
+        width = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self._y = zeros(count, config.embedding)
+        self._qkv = zeros(count, width)
+        self._q = zeros(count, config.heads, config.head_dim, dtype=QUERY)
+        self._normed = self._rows(count, config.embedding)
+        self._attended = self._rows(count, config.heads * config.head_dim)
+        self._gated = self._rows(count, config.feed_forward)
+        self._chosen = self._rows(min(count, TENSOR_ROWS), config.embedding)
+        self._make_products_room(count)
+
+    def _rows(self, count: int, width: int) -> Rows:
+        return Rows.of(count, width, self.device)
+
+    def _make_products_room(self, count: int) -> None:
+        width, weights, zeros = 2 * self.config.feed_forward, self._weights, self._zeros
+        some, many = min(count, TENSOR_ROWS), count > FEW_ROWS
+        self._gate_up = zeros(some, width)
+        self._gate_up_half = zeros(count, width, dtype=HALF)
+        self._dense = zeros(weights.largest if many else 0, dtype=HALF)
+        self._partial = zeros(most_partial_sums(weights.widest, some) if many else 0)
 
     def field(self, number: int, count: int) -> Tensor:
         """One field of the batch, int32 [count]."""
@@ -403,31 +280,7 @@ class CudaProgram:
         receive(self.ring, self._turn, self.fields)
         slots, positions = self.field(SLOT, count), self.field(POSITION, count)
         self._embed(self.field(FRESH, count), slots, count)
-        scratch = self._decode_scratch.get((count, reach))
-        if scratch is None:
-            config = self.config
-            splits = attention.decode_splits(count, config.kv_heads, reach)
-            scratch = self._decode_scratch[count, reach] = attention.DecodeScratch.of(
-                count, config.heads, config.kv_heads, config.head_dim, splits, self.device
-            )
-
-        def attend(index: int, group: int, **forms: Any) -> None:
-            attention.decode(
-                self._q[:count],
-                self._pool.keys[index],
-                self._pool.values[index],
-                self.tables[group],
-                self.rings[group],
-                slots,
-                positions,
-                scratch,
-                window=self._pool.groups[group].window,
-                cap=self.config.attention_softcap,
-                scales=self._pool.scales.get(index),
-                pdl=self.pdl,
-                **forms,
-            )
-
+        attend = self._attend_rows(slots, positions, self._scratch(count, reach))
         self._layers(count, slots, positions, attend)
         self._head(self._x[self._now][:count])
         self._choose(form)
@@ -526,6 +379,49 @@ class CudaProgram:
         out = self._x[0][:count]
         embedding_rows(self._weights.embedding, tokens, scale, out, pdl=self.pdl)
 
+    def _scratch(self, count: int, reach: int) -> attention.DecodeScratch:
+        scratch = self._decode_scratch.get((count, reach))
+        if scratch is None:
+            splits = attention.decode_splits(count, self.config.kv_heads, reach)
+            scratch = self._decode_scratch[count, reach] = self._new_scratch(count, splits)
+        return scratch
+
+    def _new_scratch(self, count: int, splits: int) -> attention.DecodeScratch:
+        config = self.config
+        return attention.DecodeScratch.of(
+            count, config.heads, config.kv_heads, config.head_dim, splits, self.device
+        )
+
+    def _attend_rows(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        scratch: attention.DecodeScratch,
+        *,
+        siblings: bool = False,
+    ) -> Callable[..., None]:
+        """Attention of each row on its own; see `attention.decode`."""
+
+        def attend(index: int, group: int, **forms: Any) -> None:
+            attention.decode(
+                self._q[: len(slots)],
+                self._pool.keys[index],
+                self._pool.values[index],
+                self.tables[group],
+                self.rings[group],
+                slots,
+                positions,
+                scratch,
+                window=self._pool.groups[group].window,
+                cap=self.config.attention_softcap,
+                scales=self._pool.scales.get(index),
+                siblings=siblings,
+                pdl=self.pdl,
+                **forms,
+            )
+
+        return attend
+
     def _layers(
         self, count: int, slots: Tensor, positions: Tensor, attend: Callable[..., None]
     ) -> None:
@@ -552,6 +448,7 @@ class CudaProgram:
                 k_norm=layer.k_norm,
                 eps=config.norm_eps,
                 scales=self._pool.scales.get(index),
+                tile=self._heads_together,
                 pdl=self.pdl,
             )
             targets = self._attended.targets(count, layer.output.weights)
@@ -600,7 +497,7 @@ class CudaProgram:
         if added:
             self._now = 1 - self._now
 
-    def _gate(self, layer: _DeviceLayer, count: int) -> None:
+    def _gate(self, layer: DeviceLayer, count: int) -> None:
         activation, width = self.config.architecture.activation, self.config.feed_forward
         (first, *others), down = layer.gate_up.parts, layer.down.weights
         if are_few(count) and not others and first.bias is None:
@@ -621,7 +518,7 @@ class CudaProgram:
     def _source(weight: DeviceWeight, x: Rows, count: int) -> Any:
         return x.full[:count] if weight.layout is None else x.few(count)
 
-    def _multiply(self, products: _Products, x: Rows, count: int, out: Tensor) -> None:
+    def _multiply(self, products: Products, x: Rows, count: int, out: Tensor) -> None:
         """All parts of a matrix, side by side."""
         out, column = out[:count], 0
         if count > TENSOR_ROWS:
@@ -638,27 +535,29 @@ class CudaProgram:
                 half = x.half[:count]
                 if any(each.layout is not None for each in products.weights):
                     half.copy_(x.full[:count])  # its form for the others is float16
-                part = _Products([product])
+                part = Products([product])
                 self._dense_rows(part, half, out[:, column : column + weight.rows])
             column += weight.rows
 
-    def _tensor_rows(self, product: _Product, x: Tensor, out: Tensor, column: int) -> None:
+    def _tensor_rows(self, product: Product, x: Tensor, out: Tensor, column: int) -> None:
         weight = product.weight
-        how: dict[str, Any] = {"bias": product.bias, "out_offset": column, "pdl": self.pdl}
+        rows = self._as_rows or len(x)
+        how: dict[str, Any] = {"bias": product.bias, "out_offset": column, "as_rows": rows}
+        how["pdl"] = self.pdl
         if weight.form not in self._struck:
             try:
                 tensor_rows(weight, x, out, self._partial, **how)
             except Exception as error:  # whatever a compiler or a driver may raise
-                if tensor_default(weight, len(x)) == tensor_default(weight, len(x), plain=True):
+                if tensor_default(weight, rows) == tensor_default(weight, rows, plain=True):
                     raise
                 self._struck.add(weight.form)
                 self.failures.append(f"the product of {weight.form} with copies ahead: {error!r}")
             else:
                 return
-        plain = tensor_default(weight, len(x), plain=True)
+        plain = tensor_default(weight, rows, plain=True)
         tensor_rows(weight, x, out, self._partial, config=plain, **how)
 
-    def _dense_rows(self, products: _Products, x: Tensor, out: Tensor) -> None:
+    def _dense_rows(self, products: Products, x: Tensor, out: Tensor) -> None:
         matrix = products.dense
         if matrix is None:
             matrix = products.unpacked(self._dense)
@@ -670,8 +569,8 @@ class CudaProgram:
             column += product.weight.rows
 
     def _head(self, x: Tensor) -> None:
-        head = _Products([_Product(self._weights.head, None)])
-        most = len(self._chosen.full)
+        head = Products([Product(self._weights.head, None)])
+        most = len(self._chosen.tensor)
         for start in range(0, len(x), most):
             part = x[start : start + most]
             rows.norm(

@@ -7,7 +7,8 @@ tiles are cut depends on the position and the number of splits alone.
 
 Slots, positions, block tables and the K and V of earlier steps were there before the step began:
 under programmatic dependent launch decoding rows read them without waiting for the kernel before,
-and not from a cache of the processor's own, which may be older than the step.
+and not from a cache of the processor's own, which may be older than the step. Rows of which several
+are of one sequence (`siblings`) must not: the same kernel is then launched after all before it.
 
 Nothing here allocates or synchronises.
 """
@@ -423,6 +424,7 @@ def decode(
     out: Tensor | None = None,
     scales: KvScales | None = None,
     tile: int | None = None,
+    siblings: bool = False,
     pdl: bool = False,
     warps: int = 4,
     stages: int = 3,
@@ -446,6 +448,7 @@ def decode(
         out: the result as float32.
         scales: of int8 K and V.
         tile: keys taken at a time, a power of two.
+        siblings: rows may see K and V that the step itself has written for others of them.
         pdl: programmatic dependent launch.
         warps: of a program.
         stages: tiles that are loaded ahead.
@@ -459,19 +462,20 @@ def decode(
     shape = {
         "H": heads, "KH": kv_heads, "HD": head_dim, "P": padded, "G": group, "GP": grouped,
         "BK": size, "SPLITS": splits, "WINDOW": window or 0, "ORDERED": ordered,
-        "PDL": pdl, **launch_options(pdl),
+        "PDL": pdl,
     }  # fmt: skip
     _decode[(splits, kv_heads, rows)](
         q, keys, values, *scale_planes(keys, scales), tables, rings, slots, positions,
         scratch.partial, scratch.peaks, *forms, tables.stride(0), scale_stride(scales),
         LINES=max(16, grouped), BT=keys.shape[1], CAP=float(cap), EMU=emulated(),
-        num_warps=warps, num_stages=stages, **shape,
+        num_warps=warps, num_stages=stages, **shape, **launch_options(pdl and not siblings),
     )  # fmt: skip
     if splits > 1:
         together = triton.next_power_of_2(splits)
         _combine[(heads, rows)](
             slots, positions, scratch.partial, scratch.peaks, *forms,
             SP=together, SC=min(together, 4096 // padded), num_warps=4, **shape,
+            **launch_options(pdl),
         )  # fmt: skip
 
 

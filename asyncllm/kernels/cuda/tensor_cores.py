@@ -223,10 +223,11 @@ def _tensor_rows(
 
 
 @triton.jit
-def _add_splits(
+def add_splits(
     partial, bias, out, N, M, out_stride,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """The sums of all parts of the columns, one after the other."""
     depend(PDL)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = tl.program_id(1).to(tl.int64)
@@ -298,14 +299,16 @@ def _is_hopper(device: int) -> bool:
     return bool(torch.cuda.get_device_capability(device)[0] == 9)
 
 
-def most_partial_sums(weights: Sequence[DeviceWeight], rows: int) -> int:
+def most_partial_sums(
+    weights: Sequence[DeviceWeight], rows: int, *, as_rows: int | None = None
+) -> int:
     """Elements that `tensor_rows` needs beside its result for any of the weights."""
     found = [0]
     for weight in weights:
         if weight.layout is not None:
             for count in {min(rows, 32), rows}:
                 for plain in (False, True):
-                    splits = tensor_default(weight, count, plain=plain)[3]
+                    splits = tensor_default(weight, as_rows or count, plain=plain)[3]
                     found.append(splits * count * weight.rows if splits > 1 else 0)
     return max(found)
 
@@ -320,6 +323,7 @@ def tensor_rows(
     out_offset: int = 0,
     pdl: bool = False,
     config: Config | None = None,
+    as_rows: int | None = None,
 ) -> None:
     """`out = x @ weight.T` on tensor cores, weights rounded to float16.
 
@@ -332,6 +336,8 @@ def tensor_rows(
         out_offset: see `out`.
         pdl: as in `few_rows`.
         config: one of `tensor_configs`.
+        as_rows: rows that configuration and tiles are chosen for; `None`: as many as there are.
+            With the same number here a row's result is the same, to the bit, among any others.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -342,12 +348,12 @@ def tensor_rows(
             f"{list(x.shape)} by [{weight.rows}, {weight.columns}] does not go into "
             f"{list(out.shape)}"
         )
-    warps, owned, step, splits, stages = config or tensor_default(weight, rows)
+    warps, owned, step, splits, stages = config or tensor_default(weight, as_rows or rows)
     if splits > 1 and partial.numel() < splits * rows * weight.rows:
         raise ValueError(f"{splits} splits of {rows} rows: {partial.numel()} partial sums")
     target = out[:rows, out_offset : out_offset + weight.rows]
     form = form_of(weight)
-    block_rows = max(16, min(64, triton.next_power_of_2(rows)))
+    block_rows = max(16, min(64, triton.next_power_of_2(as_rows or rows)))
     launch: dict[str, Any] = {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
     some_bias = target if bias is None else bias
     alone = splits == 1
@@ -375,7 +381,7 @@ def tensor_rows(
     else:
         _tensor_rows[grid](*arguments, EMU=EMULATED, num_stages=1, **traits)
     if not alone:
-        _add_splits[(triton.cdiv(weight.rows, 512), rows)](
+        add_splits[(triton.cdiv(weight.rows, 512), rows)](
             *(partial, some_bias, target, weight.rows, rows, out.stride(0)),
             SPLITS=splits,
             BLOCK=512,
