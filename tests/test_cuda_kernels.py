@@ -5,12 +5,10 @@ On the device where there is one, else in Triton's interpreter.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -290,10 +288,9 @@ SHAPES = [  # head_dim, heads, kv_heads, block_tokens
     [(torch.float16, None, 0.0), (torch.bfloat16, 40, 20.0)],
     ids=["whole", "windowed-capped"],
 )
-@pytest.mark.parametrize("gathered", [True, False], ids=["last", "kernel"])
 def test_decoding_rows_of_different_lengths_attend_as_the_plain_kernel(
     head_dim: int, heads: int, kv_heads: int, block_tokens: int,
-    dtype: torch.dtype, window: int | None, cap: float, gathered: bool,
+    dtype: torch.dtype, window: int | None, cap: float,
 ) -> None:  # fmt: skip
     ring = -(-40 // block_tokens) + 1 if window else 0
     pool = make_pool(3, 288, block_tokens, kv_heads, head_dim, dtype, ring)
@@ -305,8 +302,6 @@ def test_decoding_rows_of_different_lengths_attend_as_the_plain_kernel(
     scratch = attention.DecodeScratch.of(4, heads, kv_heads, head_dim, 3, DEVICE)
     scratch.partial.fill_(NAN)
     scratch.peaks.fill_(NAN)
-    if not gathered:
-        scratch = replace(scratch, arrived=None)
     out, half = poisoned(4, heads, head_dim), poisoned(4, heads * head_dim, dtype=dtype)
     quantised = quantised_rows(4, heads * head_dim) if head_dim % 32 == 0 else None
     for _ in range(2):  # the second time on what the first has left
@@ -323,58 +318,6 @@ def test_decoding_rows_of_different_lengths_attend_as_the_plain_kernel(
     torch.testing.assert_close(half.float(), out.view(4, -1), rtol=1e-2, atol=1e-3)
     if quantised is not None:
         assert_quantised(quantised, out.view(4, -1))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "window", "cap", "splits"),
-    [
-        (torch.float16, None, 0.0, 3),
-        (torch.bfloat16, 40, 20.0, 2),
-        (torch.int8, None, 5.0, 1),
-        (torch.int8, 40, 0.0, 4),
-    ],
-    ids=["whole", "windowed-capped", "int8", "int8-windowed"],
-)
-@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(64, 4, 2), (80, 3, 1), (128, 4, 4)])
-@pytest.mark.parametrize("variant", ["halves", "pairs-normed"])
-def test_rows_that_are_unmade_attend_as_those_whose_heads_are_made_before(
-    dtype: torch.dtype, window: int | None, cap: float, splits: int,
-    head_dim: int, heads: int, kv_heads: int, variant: str,
-) -> None:  # fmt: skip
-    pool = make_pool(3, 288, 16, kv_heads, head_dim, dtype, 4 if window else 0)
-    slots, positions = [2, -1, 0, 1], [130, 9, 0, 256]
-    for slot, position in zip(slots, positions, strict=True):
-        if slot >= 0 and position > 0:
-            fill(pool, slot, 0 if window is None else max(0, position - 39), position - 1)
-    normed = variant != "halves"
-    frequencies, factor = inverse_frequencies(RopeConfig(rotary_dim=32, base=10000.0))
-    cos, sin = (t.to(DEVICE) for t in cos_sin(frequencies, factor, torch.arange(288)))
-    qkv = randn(4, (heads + 2 * kv_heads) * head_dim)
-    q_norm, k_norm = (randn(head_dim), randn(head_dim)) if normed else (None, None)
-    how: dict[str, Any] = {"scale": 0.2, "interleaved": normed, "eps": 1e-6}
-    how |= {"q_norm": q_norm, "k_norm": k_norm}
-    where = pool.tables, pool.rings, int32(slots), int32(positions)
-    results, written = [], []
-    for made in (False, True):
-        ours = copy.deepcopy(pool)
-        q: Any = attention.Unmade(qkv, heads, cos, sin, **how)
-        if made:
-            q = poisoned(4, heads, head_dim, dtype=torch.float16)
-            rows.heads(qkv, q, ours.keys, ours.values, *where, cos, sin, scales=ours.scales, **how)
-        scratch = attention.DecodeScratch.of(4, heads, kv_heads, head_dim, splits, DEVICE)
-        out = poisoned(4, heads, head_dim)
-        for _ in range(2):
-            attention.decode(
-                q, ours.keys, ours.values, *where, scratch,
-                window=window, cap=cap, out=out, scales=ours.scales,
-            )  # fmt: skip
-        results.append(out)
-        scales = ours.scales or (ours.keys, ours.values)
-        written.append([ours.keys, ours.values, *scales])
-    assert results[0].isfinite().all()
-    torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
-    for ours, theirs in zip(*written, strict=True):
-        assert torch.equal(ours.nan_to_num(7.0).float(), theirs.nan_to_num(7.0).float())
 
 
 def test_a_decoding_row_does_not_depend_on_its_company() -> None:

@@ -179,9 +179,6 @@ class CudaProgram:
     _as_rows: int | None = None
     _heads_together: int | None = None
 
-    # Whether decoding rows are left to attention as their product leaves them.
-    _makes_heads_in_attention = True
-
     def __init__(
         self,
         model: CausalLM,
@@ -284,7 +281,7 @@ class CudaProgram:
         slots, positions = self.field(SLOT, count), self.field(POSITION, count)
         self._embed(self.field(FRESH, count), slots, count)
         attend = self._attend_rows(slots, positions, self._scratch(count, reach))
-        self._layers(count, attend)
+        self._layers(count, slots, positions, attend)
         self._head(self._x[self._now][:count])
         self._choose(form)
         remember(
@@ -310,7 +307,6 @@ class CudaProgram:
         self._embed(fresh, slots, count)
 
         def attend(index: int, group: int, **forms: Any) -> None:
-            self._make_heads(index, group, slots, positions)
             attention.prefill(
                 self._q[:count],
                 self._pool.keys[index],
@@ -325,7 +321,7 @@ class CudaProgram:
                 **forms,
             )
 
-        self._layers(count, attend)
+        self._layers(count, slots, positions, attend)
 
     def head(self, index: Tensor) -> None:
         """Logits of some rows of the last pass, at most `max_batch`: int64 numbers of rows."""
@@ -405,28 +401,10 @@ class CudaProgram:
         siblings: bool = False,
     ) -> Callable[..., None]:
         """Attention of each row on its own; see `attention.decode`."""
-        count, config = len(slots), self.config
 
         def attend(index: int, group: int, **forms: Any) -> None:
-            layer = self._weights.layers[index]
-            q: Tensor | attention.Unmade
-            if not self._makes_heads_in_attention:
-                q = self._make_heads(index, group, slots, positions)
-            else:
-                cos, sin = self._ropes[layer.rope]
-                q = attention.Unmade(
-                    self._qkv[:count],
-                    config.heads,
-                    cos,
-                    sin,
-                    scale=config.query_scale,
-                    interleaved=config.architecture.interleaved_rope,
-                    q_norm=layer.q_norm,
-                    k_norm=layer.k_norm,
-                    eps=config.norm_eps,
-                )
             attention.decode(
-                q,
+                self._q[: len(slots)],
                 self._pool.keys[index],
                 self._pool.values[index],
                 self.tables[group],
@@ -444,31 +422,9 @@ class CudaProgram:
 
         return attend
 
-    def _make_heads(self, index: int, group: int, slots: Tensor, positions: Tensor) -> Tensor:
-        """Queries, of a product of q, k and v; K and V go to the pool."""
-        layer, config, count = self._weights.layers[index], self.config, len(slots)
-        rows.heads(
-            self._qkv[:count],
-            self._q[:count],
-            self._pool.keys[index],
-            self._pool.values[index],
-            self.tables[group],
-            self.rings[group],
-            slots,
-            positions,
-            *self._ropes[layer.rope],
-            scale=config.query_scale,
-            interleaved=config.architecture.interleaved_rope,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=config.norm_eps,
-            scales=self._pool.scales.get(index),
-            tile=self._heads_together,
-            pdl=self.pdl,
-        )
-        return self._q[:count]
-
-    def _layers(self, count: int, attend: Callable[..., None]) -> None:
+    def _layers(
+        self, count: int, slots: Tensor, positions: Tensor, attend: Callable[..., None]
+    ) -> None:
         config, waiting = self.config, False
         post: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
@@ -476,6 +432,25 @@ class CudaProgram:
             self._norm(count, layer.norm, self._normed, inputs, added=waiting, post=post)
             self._multiply(layer.qkv, self._normed, count, self._qkv)
             group = self._group_of[index]
+            rows.heads(
+                self._qkv[:count],
+                self._q[:count],
+                self._pool.keys[index],
+                self._pool.values[index],
+                self.tables[group],
+                self.rings[group],
+                slots,
+                positions,
+                *self._ropes[layer.rope],
+                scale=config.query_scale,
+                interleaved=config.architecture.interleaved_rope,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=config.norm_eps,
+                scales=self._pool.scales.get(index),
+                tile=self._heads_together,
+                pdl=self.pdl,
+            )
             targets = self._attended.targets(count, layer.output.weights)
             if config.head_dim % 32 and "quantised" in targets:
                 attend(index, group, out=self._attended.full[:count])
@@ -483,15 +458,12 @@ class CudaProgram:
                 rows.quantise(self._attended.full[:count], quantised, pdl=self.pdl)
             else:
                 attend(index, group, **targets)
-            post = layer.post_norm
-            waiting = self._join(layer.output, self._attended, count, post)
+            self._multiply(layer.output, self._attended, count, self._y)
             inputs = layer.gate_up.weights
-            self._norm(count, layer.ff_norm, self._normed, inputs, added=waiting, post=post)
+            self._norm(count, layer.ff_norm, self._normed, inputs, added=True, post=layer.post_norm)
             self._gate(layer, count)
-            post = layer.ff_post_norm
-            waiting = self._join(layer.down, self._gated, count, post)
-        if not waiting:
-            return
+            self._multiply(layer.down, self._gated, count, self._y)
+            waiting, post = True, layer.ff_post_norm
         # The last result joins all rows; the head norms those that are wanted.
         x, into = self._x[self._now][:count], self._x[1 - self._now][:count]
         rows.norm(
@@ -499,15 +471,6 @@ class CudaProgram:
             into=into, pdl=self.pdl,
         )  # fmt: skip
         self._now = 1 - self._now
-
-    def _join(self, products: Products, x: Rows, count: int, post: Tensor | None) -> bool:
-        """A product that is to be added to the rows; whether that is left to the next norm."""
-        if post is None and self._as_rows is None and are_few(count):
-            rows = self._x[self._now]
-            self._multiply(products, x, count, rows, residual=True)
-            return False
-        self._multiply(products, x, count, self._y)
-        return True
 
     def _norm(
         self,
@@ -555,10 +518,8 @@ class CudaProgram:
     def _source(weight: DeviceWeight, x: Rows, count: int) -> Any:
         return x.full[:count] if weight.layout is None else x.few(count)
 
-    def _multiply(
-        self, products: Products, x: Rows, count: int, out: Tensor, *, residual: bool = False
-    ) -> None:
-        """All parts of a matrix, side by side; few rows may be added to what is there."""
+    def _multiply(self, products: Products, x: Rows, count: int, out: Tensor) -> None:
+        """All parts of a matrix, side by side."""
         out, column = out[:count], 0
         if count > TENSOR_ROWS:
             self._dense_rows(products, x.half[:count], out)
@@ -567,9 +528,7 @@ class CudaProgram:
             weight, bias = product.weight, product.bias
             if are_few(count):
                 source = self._source(weight, x, count)
-                before = out[:, column:] if residual else None
-                how: dict[str, Any] = {"bias": bias, "residual": before, "out_offset": column}
-                few_rows(weight, source, out, pdl=self.pdl, **how)
+                few_rows(weight, source, out, bias=bias, out_offset=column, pdl=self.pdl)
             elif weight.layout is not None:
                 self._tensor_rows(product, x.tensor[:count], out, column)
             else:

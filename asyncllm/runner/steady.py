@@ -63,7 +63,6 @@ class SteadyProgram(CudaProgram):
 
     _as_rows = AS_ROWS
     _heads_together = 1
-    _makes_heads_in_attention = False
 
     def reach(self, position: int) -> int:
         """The context: how keys are shared out depends on nothing."""
@@ -84,7 +83,7 @@ class SteadyProgram(CudaProgram):
         count = len(slots)
         self._embed(fresh, slots, count)
         attend = self._attend_rows(slots, positions, self._steady_scratch, siblings=True)
-        self._layers(count, attend)
+        self._layers(count, slots, positions, attend)
 
     # How.
 
@@ -112,10 +111,8 @@ class SteadyProgram(CudaProgram):
         activation = self.config.architecture.activation
         rows.gate(self._gate_up[:count], activation, pdl=self.pdl, **targets)
 
-    def _multiply(
-        self, products: Products, x: Rows, count: int, out: Tensor, *, residual: bool = False
-    ) -> None:
-        """All parts of a matrix, side by side; nothing is ever added here."""
+    def _multiply(self, products: Products, x: Rows, count: int, out: Tensor) -> None:
+        """All parts of a matrix, side by side."""
         out, column = out[:count], 0
         for product in products.parts:
             weight = product.weight

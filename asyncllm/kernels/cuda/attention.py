@@ -3,8 +3,7 @@
 Both go over tiles of keys with a running maximum and sum (FlashAttention, arXiv 2205.14135). Heads
 that share K and V are lines of one tile. A decoding row's tiles are shared out over `splits`
 programs according to its own length, and a second kernel puts their results together; how the
-tiles are cut depends on the position and the number of splits alone. A decoding row may come as the
-product of q, k and v leaves it: heads are then made here, and its K and V written.
+tiles are cut depends on the position and the number of splits alone.
 
 Slots, positions, block tables and the K and V of earlier steps were there before the step began:
 under programmatic dependent launch decoding rows read them without waiting for the kernel before,
@@ -17,7 +16,7 @@ Nothing here allocates or synchronises.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -27,14 +26,11 @@ from asyncllm.kernels.cuda.rows import (
     emulated,
     in_order,
     launch_options,
-    pairs,
     put_quantised,
     scale_planes,
     scale_stride,
     softcapped,
     to_half,
-    to_int8,
-    turned,
 )
 
 if TYPE_CHECKING:
@@ -46,9 +42,6 @@ if TYPE_CHECKING:
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Below every score, and finite: a line that sees nothing in a tile must not become NaN.
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)
-# As many splits are put together by the last of them that ends; more by a kernel of more programs.
-GATHERED = 8
-
 # Times the largest scale of what float16 can hold, 65504 / 127, it is still in float16's range.
 _GAIN: tl.constexpr = tl.constexpr(64.0)
 
@@ -207,14 +200,12 @@ def _shares(position, used, SPLITS: tl.constexpr, BK: tl.constexpr, WINDOW: tl.c
 
 @triton.jit
 def _decode(
-    q, qkv, cos, sin, q_norm, k_norm, eps, q_scale,
-    keys, values, key_scales, value_scales, tables, rings, slots, positions,
-    partial, peaks, arrived, xq, xd, xs, half, out, table_stride, scale_stride,
+    q, keys, values, key_scales, value_scales, tables, rings, slots, positions, partial, peaks,
+    xq, xd, xs, half, out, table_stride, scale_stride,
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, LINES: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, SP: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    ORDERED: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
-    EMU: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ORDERED: tl.constexpr,
+    PDL: tl.constexpr, EMU: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -240,22 +231,6 @@ def _decode(
         key, here, kv_head, table, ring, scale_stride, KH, HD, BT, rings is not None, True
     )
     at = place[:, None] + i[None, :]
-    if qkv is not None:
-        rotated, partner, angle, leads = pairs(i, HALF, INTERLEAVED)
-        turn = tl.maximum(position, 0).to(tl.int64) * HALF + angle
-        c = tl.load(cos + turn, mask=rotated, other=1.0)
-        s = tl.load(sin + turn, mask=rotated, other=0.0)
-        wq, wk, pq, pk = None, None, None, None
-        if q_norm is not None:
-            wq = tl.load(q_norm + i, mask=inside, other=0.0)
-            wk = tl.load(k_norm + i, mask=inside, other=0.0)
-            pq = tl.load(q_norm + partner, mask=inside, other=0.0)
-            pk = tl.load(k_norm + partner, mask=inside, other=0.0)
-        block_at = tl.maximum(position, 0) // BT
-        if rings is not None:
-            block_at = block_at % ring
-        newest_block = tl.load(table + block_at, mask=used, other=0, cache_modifier=".cg")
-        newest_block = newest_block.to(tl.int64)
     # All keys but the row's own.
     earlier = here & (key < position)
     old = earlier[:, None] & inside[None, :]
@@ -268,70 +243,26 @@ def _decode(
     if PDL:
         gdc_wait()
     if split < active:
+        newest = here & (key == position)
+        own = newest[:, None] & inside[None, :]
+        k = tl.where(own, tl.load(keys + at, mask=own, other=0.0), k)
+        v = tl.where(own, tl.load(values + at, mask=own, other=0.0), v)
+        if key_scales is not None:
+            k_scale += tl.load(key_scales + scale_at, mask=newest, other=0.0)
+            v_scale += tl.load(value_scales + scale_at, mask=newest, other=0.0)
         line = tl.arange(0, LINES)
-        wanted = (line < G)[:, None] & inside[None, :]
+        own_q = (row * H + kv_head * G + line)[:, None] * HD + i[None, :]
+        lines = tl.load(q + own_q, mask=(line < G)[:, None] & inside[None, :], other=0.0)
         acc = tl.zeros([LINES, P], tl.float32)
         peak = tl.full([LINES], _LOWEST, tl.float32)
         total = tl.zeros([LINES], tl.float32)
-        if qkv is None:
-            newest = here & (key == position)
-            own = newest[:, None] & inside[None, :]
-            k = tl.where(own, tl.load(keys + at, mask=own, other=0.0), k)
-            v = tl.where(own, tl.load(values + at, mask=own, other=0.0), v)
-            if key_scales is not None:
-                k_scale += tl.load(key_scales + scale_at, mask=newest, other=0.0)
-                v_scale += tl.load(value_scales + scale_at, mask=newest, other=0.0)
-            own_q = (row * H + kv_head * G + line)[:, None] * HD + i[None, :]
-            lines = tl.load(q + own_q, mask=wanted, other=0.0)
-        else:
-            made = qkv + row * ((H + 2 * KH) * HD)
-            q_at = made + (kv_head * G + line)[:, None] * HD
-            lines = tl.load(q_at + i[None, :], mask=wanted, other=0.0)
-            others = tl.load(q_at + partner[None, :], mask=wanted, other=0.0)
-            lines = turned(lines, others, wq, pq, c, s, leads, eps, HD) * q_scale
-            lines = lines.to(tl.float16)
-            # The row's own key and value: the last split's, which begins with them.
-            end = tl.minimum(end, position)
-            here = here & (key < position)
-            mine = split == active - 1
-            own = (inside & mine)[None, :]
-            k_at, v_at = made + (H + kv_head) * HD, made + (H + KH + kv_head) * HD
-            own_k = tl.load(k_at + i[None, :], mask=own, other=0.0)
-            others = tl.load(k_at + partner[None, :], mask=own, other=0.0)
-            own_k = turned(own_k, others, wk, pk, c, s, leads, eps, HD)
-            own_v = tl.load(v_at + i[None, :], mask=own, other=0.0)
-            to = ((newest_block * BT + position % BT) * KH + kv_head) * HD + i[None, :]
-            one = 1.0
-            if key_scales is None:
-                own_k, own_v = own_k.to(keys.dtype.element_ty), own_v.to(values.dtype.element_ty)
-                tl.store(keys + to, own_k, mask=own)
-                tl.store(values + to, own_v, mask=own)
-                own_k, own_v = own_k.to(tl.float32), own_v.to(tl.float32)
-            else:
-                scale_to = newest_block * scale_stride + kv_head * BT + position % BT
-                scale_to += tl.zeros([1], tl.int64)
-                whole, step = to_int8(own_k)
-                tl.store(keys + to, whole.to(tl.int8), mask=own)
-                tl.store(key_scales + scale_to, step, mask=mine)
-                own_k = whole.to(tl.float32) * step[:, None]
-                whole, step = to_int8(own_v)
-                tl.store(values + to, whole.to(tl.int8), mask=own)
-                tl.store(value_scales + scale_to, step, mask=mine)
-                own_v = whole.to(tl.float32) * step[:, None]
-                one = _GAIN
-            score = tl.sum(lines.to(tl.float32) * own_k, 1)
-            if CAP > 0:
-                score = softcapped(score, CAP)
-            peak = tl.where(mine, score * _LOG2_E, peak)
-            total = tl.where(mine, one, total)
-            acc += own_v * one
         query = tl.full([LINES], 0, tl.int32) + position
         acc, peak, total = _absorb(
             acc, peak, total, lines, query, k, v, k_scale, v_scale, key, here,
             WINDOW, CAP, True, EMU,
         )  # fmt: skip
         acc, peak, total = _tiles(
-            acc, peak, total, lines, query, kv_head, start + BK, end, low, end,
+            acc, peak, total, lines, query, kv_head, start + BK, end, low, position + 1,
             table, ring, keys, values, key_scales, value_scales, scale_stride,
             KH, HD, P, BT, BK, WINDOW, CAP, rings is not None, True, EMU,
         )  # fmt: skip
@@ -347,48 +278,13 @@ def _decode(
             tl.store(partial + spot[:, None] * P + i[None, :], acc, mask=(line < G)[:, None])
             tl.store(peaks + spot * 2, peak, mask=line < G)
             tl.store(peaks + spot * 2 + 1, total, mask=line < G)
-            if arrived is not None:
-                tl.debug_barrier()  # what all threads stored goes before
-                counter = arrived + row * KH + kv_head
-                if tl.atomic_add(counter, 1, sem="acq_rel") == active - 1:
-                    tl.store(counter, 0)
-                    _gather(
-                        row, kv_head, active, partial, peaks, xq, xd, xs, half, out,
-                        H, KH, HD, P, G, GP, SPLITS, SP, ORDERED,
-                    )  # fmt: skip
-    elif (SPLITS == 1 or arrived is not None) and active + split == 0:
+    elif SPLITS == 1:
         # A padding row: zeros.
         none = tl.arange(0, LINES)
         _put_heads(
             tl.zeros([LINES, P], tl.float32), row + tl.zeros([LINES], tl.int64),
             kv_head * G + none, none < G, xq, xd, xs, half, out, H, HD, P, LINES, ORDERED,
         )  # fmt: skip
-
-
-@triton.jit
-def _gather(
-    row, kv_head, active, partial, peaks, xq, xd, xs, half, out,
-    H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    GP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, ORDERED: tl.constexpr,
-):  # fmt: skip
-    """What the splits of all heads of a K/V head have seen, together; by the last of them."""
-    i, group = tl.arange(0, P), tl.arange(0, GP)
-    every = tl.arange(0, SP)
-    spot = ((row * KH + kv_head) * SPLITS + every)[:, None] * GP + group[None, :]
-    there = (every < active)[:, None] & (group < G)[None, :]
-    # Not from a cache of the processor's own: other processors wrote it just now.
-    tops = tl.load(peaks + spot * 2, mask=there, other=_LOWEST, cache_modifier=".cg")
-    sums = tl.load(peaks + spot * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-    at = partial + spot[:, :, None] * P + i[None, None, :]
-    parts = tl.load(at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-    shares = tl.where(there, tl.exp2(tops - tl.max(tops, 0)[None, :]), 0.0)
-    divisor = tl.sum(shares * sums, 0)
-    result = tl.sum(parts * shares[:, :, None], 0)
-    result = result / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
-    _put_heads(
-        result, row + tl.zeros([GP], tl.int64), kv_head * G + group, group < G,
-        xq, xd, xs, half, out, H, HD, P, GP, ORDERED,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -462,27 +358,6 @@ def _put_heads(
 
 
 @dataclass(frozen=True, slots=True)
-class Unmade:
-    """Rows as the product of q, k and v leaves them, and how heads are made of them.
-
-    Attributes:
-        qkv: float32 [M, (heads + 2 kv_heads) head_dim].
-        heads: of the queries.
-        cos, sin, scale, interleaved, q_norm, k_norm, eps: as `rows.heads` takes them.
-    """
-
-    qkv: Tensor
-    heads: int
-    cos: Tensor
-    sin: Tensor
-    scale: float
-    interleaved: bool
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeScratch:
     """What the splits of decoding rows leave for each other; one may serve every layer.
 
@@ -490,14 +365,11 @@ class DecodeScratch:
         splits: into how many programs a row's keys are shared out at most.
         partial: float32, flat: weighted sums of values.
         peaks: float32, flat: each line's largest score, and the sum of its weights.
-        arrived: int32, flat: splits of a row's K/V head that are done; 0 between launches. `None`:
-            another kernel puts them together.
     """
 
     splits: int
     partial: Tensor
     peaks: Tensor
-    arrived: Tensor | None
 
     @classmethod
     def of(
@@ -517,9 +389,6 @@ class DecodeScratch:
             splits,
             torch.zeros(lines * triton.next_power_of_2(head_dim), device=device),
             torch.zeros(lines * 2, device=device),
-            torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
-            if splits <= GATHERED
-            else None,
         )
 
 
@@ -538,7 +407,7 @@ def decode_splits(rows: int, kv_heads: int, max_context: int, programs: int = 26
 
 
 def decode(
-    q: Tensor | Unmade,
+    q: Tensor,
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
@@ -560,11 +429,10 @@ def decode(
     warps: int = 4,
     stages: int = 3,
 ) -> None:
-    """Attention of one query for each row.
+    """Attention of one query for each row, whose own K and V are in the pool already.
 
     Args:
-        q: float16 or bfloat16 [M, heads, head_dim], scaled; the rows' own K and V are in the pool
-            already. Rows that are unmade get theirs there.
+        q: float16 or bfloat16 [M, heads, head_dim], scaled.
         keys: [blocks, block_tokens, kv_heads, head_dim].
         values: likewise.
         tables: int32 [max_seqs, max_blocks].
@@ -585,38 +453,28 @@ def decode(
         warps: of a program.
         stages: tiles that are loaded ahead.
     """
-    kv_heads, head_dim = keys.shape[2:]
-    made: tuple[Any, ...]
-    if isinstance(q, Unmade):
-        rows, heads = len(q.qkv), q.heads
-        made = None, q.qkv, q.cos, q.sin, q.q_norm, q.k_norm, q.eps, q.scale
-        rotary = {"HALF": q.cos.shape[1], "INTERLEAVED": q.interleaved}
-    else:
-        rows, heads = q.shape[:2]
-        made = (q, *[None] * 5, 0.0, 0.0)
-        rotary = {"HALF": 0, "INTERLEAVED": False}
+    rows, heads, head_dim = q.shape
+    kv_heads = keys.shape[2]
     group = heads // kv_heads
     padded, grouped = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
     splits, size = scratch.splits, tile or (64 if padded <= 128 else 32)
     forms = (*_planes(quantised, head_dim), half, out)
     shape = {
         "H": heads, "KH": kv_heads, "HD": head_dim, "P": padded, "G": group, "GP": grouped,
-        "BK": size, "SPLITS": splits, "SP": triton.next_power_of_2(splits), "WINDOW": window or 0,
-        "ORDERED": ordered, "PDL": pdl,
+        "BK": size, "SPLITS": splits, "WINDOW": window or 0, "ORDERED": ordered,
+        "PDL": pdl,
     }  # fmt: skip
     _decode[(splits, kv_heads, rows)](
-        *made, keys, values, *scale_planes(keys, scales), tables, rings, slots, positions,
-        scratch.partial, scratch.peaks, scratch.arrived, *forms,
-        tables.stride(0), scale_stride(scales),
+        q, keys, values, *scale_planes(keys, scales), tables, rings, slots, positions,
+        scratch.partial, scratch.peaks, *forms, tables.stride(0), scale_stride(scales),
         LINES=max(16, grouped), BT=keys.shape[1], CAP=float(cap), EMU=emulated(),
-        num_warps=warps, num_stages=stages, **shape, **rotary,
-        **launch_options(pdl and not siblings),
+        num_warps=warps, num_stages=stages, **shape, **launch_options(pdl and not siblings),
     )  # fmt: skip
-    if splits > 1 and scratch.arrived is None:
+    if splits > 1:
         together = triton.next_power_of_2(splits)
         _combine[(heads, rows)](
             slots, positions, scratch.partial, scratch.peaks, *forms,
-            SC=min(together, 4096 // padded), num_warps=4, **shape,
+            SP=together, SC=min(together, 4096 // padded), num_warps=4, **shape,
             **launch_options(pdl),
         )  # fmt: skip
 

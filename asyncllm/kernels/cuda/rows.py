@@ -309,37 +309,6 @@ def gate(
 
 
 @triton.jit
-def pairs(i, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of each element of a head: whether it is rotated, with which other, by which angle, and
-    whether it is the first of the two.
-    """
-    rotated = i < 2 * HALF
-    if INTERLEAVED:
-        partner = tl.where(rotated, i ^ 1, i)
-        angle = i // 2
-        leads = i % 2 == 0
-    else:
-        partner = tl.where(i < HALF, i + HALF, tl.where(rotated, i - HALF, i))
-        angle = tl.where(i < HALF, i, i - HALF)
-        leads = i < HALF
-    return rotated, partner, angle, leads
-
-
-@triton.jit
-def turned(v, u, wv, wu, c, s, leads, eps, HD: tl.constexpr):
-    """Heads [N, P], normed and rotated.
-
-    `v` and `u`: the elements and their partners; `wv` and `wu`: weights of the norm, or `None`;
-    `c` and `s`: of each element's angle.
-    """
-    if wv is not None:
-        size = 1.0 / tl.sqrt(tl.sum(v * v, 1) / HD + eps)
-        v = v * size[:, None] * wv[None, :]
-        u = u * size[:, None] * wu[None, :]
-    return v * c[None, :] + u * tl.where(leads, -s, s)[None, :]
-
-
-@triton.jit
 def _heads(
     qkv, bias, q_norm, k_norm, cos, sin, positions, slots, tables, rings, keys, values,
     key_scales, value_scales, q_out, eps, scale, table_stride, scale_stride,
@@ -353,7 +322,15 @@ def _heads(
     head = first + tl.arange(0, HB)
     i = tl.arange(0, P)
     inside = i < HD
-    rotated, partner, angle, leads = pairs(i, HALF, INTERLEAVED)
+    rotated = i < 2 * HALF
+    if INTERLEAVED:
+        partner = tl.where(rotated, i ^ 1, i)
+        angle = i // 2
+        leads = i % 2 == 0
+    else:
+        partner = tl.where(i < HALF, i + HALF, tl.where(rotated, i - HALF, i))
+        angle = tl.where(i < HALF, i, i - HALF)
+        leads = i < HALF
     is_q = first < H
     is_k = (first >= H) & (first < H + KH)
     # All that was there before the step began: only `qkv` is the kernel before's. Not from a cache
@@ -372,7 +349,6 @@ def _heads(
     turn = position.to(tl.int64) * HALF + angle
     c = tl.load(cos + turn, mask=rotated, other=1.0)
     s = tl.load(sin + turn, mask=rotated, other=0.0)
-    wv, wu = None, None
     if q_norm is not None:
         wv = tl.load(q_norm + i, mask=inside & is_q, other=0.0)
         wv += tl.load(k_norm + i, mask=inside & is_k, other=0.0)
@@ -391,7 +367,11 @@ def _heads(
         if bias is not None:
             at = bias + head[:, None] * HD + partner[None, :]
             u += tl.load(at, mask=inside[None, :], other=0.0)
-        v = turned(v, u, wv, wu, c, s, leads, eps, HD)
+        if q_norm is not None:
+            size = 1.0 / tl.sqrt(tl.sum(v * v, 1) / HD + eps)
+            v = v * size[:, None] * wv[None, :]
+            u = u * size[:, None] * wu[None, :]
+        v = v * c[None, :] + u * tl.where(leads, -s, s)[None, :]
     if is_q:
         q_at = q_out + (row * H + head)[:, None] * HD + i[None, :]
         tl.store(q_at, (v * scale).to(q_out.dtype.element_ty), mask=inside[None, :])
