@@ -73,7 +73,9 @@ class Scripted(CudaProgram):
 class WithoutProducts(CudaProgram):
     """The program with noise in place of products, which the interpreter takes minutes for."""
 
-    def _multiply(self, products: Any, x: Any, count: int, out: Tensor) -> None:
+    def _multiply(
+        self, products: Any, x: Any, count: int, out: Tensor, *, residual: bool = False
+    ) -> None:
         generator = torch.Generator().manual_seed(count)
         out[:count] = torch.randn(count, out.shape[1], generator=generator)
 

@@ -458,12 +458,15 @@ class CudaProgram:
                 rows.quantise(self._attended.full[:count], quantised, pdl=self.pdl)
             else:
                 attend(index, group, **targets)
-            self._multiply(layer.output, self._attended, count, self._y)
+            post = layer.post_norm
+            waiting = self._join(layer.output, self._attended, count, post)
             inputs = layer.gate_up.weights
-            self._norm(count, layer.ff_norm, self._normed, inputs, added=True, post=layer.post_norm)
+            self._norm(count, layer.ff_norm, self._normed, inputs, added=waiting, post=post)
             self._gate(layer, count)
-            self._multiply(layer.down, self._gated, count, self._y)
-            waiting, post = True, layer.ff_post_norm
+            post = layer.ff_post_norm
+            waiting = self._join(layer.down, self._gated, count, post)
+        if not waiting:
+            return
         # The last result joins all rows; the head norms those that are wanted.
         x, into = self._x[self._now][:count], self._x[1 - self._now][:count]
         rows.norm(
@@ -471,6 +474,14 @@ class CudaProgram:
             into=into, pdl=self.pdl,
         )  # fmt: skip
         self._now = 1 - self._now
+
+    def _join(self, products: Products, x: Rows, count: int, post: Tensor | None) -> bool:
+        """A product that is to be added to the rows; whether that is left to the next norm."""
+        if post is None and self._as_rows is None and are_few(count):
+            self._multiply(products, x, count, self._x[self._now], residual=True)
+            return False
+        self._multiply(products, x, count, self._y)
+        return True
 
     def _norm(
         self,
@@ -518,8 +529,10 @@ class CudaProgram:
     def _source(weight: DeviceWeight, x: Rows, count: int) -> Any:
         return x.full[:count] if weight.layout is None else x.few(count)
 
-    def _multiply(self, products: Products, x: Rows, count: int, out: Tensor) -> None:
-        """All parts of a matrix, side by side."""
+    def _multiply(
+        self, products: Products, x: Rows, count: int, out: Tensor, *, residual: bool = False
+    ) -> None:
+        """All parts of a matrix, side by side; few rows may be added to what is there."""
         out, column = out[:count], 0
         if count > TENSOR_ROWS:
             self._dense_rows(products, x.half[:count], out)
@@ -528,7 +541,9 @@ class CudaProgram:
             weight, bias = product.weight, product.bias
             if are_few(count):
                 source = self._source(weight, x, count)
-                few_rows(weight, source, out, bias=bias, out_offset=column, pdl=self.pdl)
+                before = out[:, column:] if residual else None
+                how: dict[str, Any] = {"bias": bias, "residual": before, "out_offset": column}
+                few_rows(weight, source, out, pdl=self.pdl, **how)
             elif weight.layout is not None:
                 self._tensor_rows(product, x.tensor[:count], out, column)
             else:

@@ -111,8 +111,10 @@ class SteadyProgram(CudaProgram):
         activation = self.config.architecture.activation
         rows.gate(self._gate_up[:count], activation, pdl=self.pdl, **targets)
 
-    def _multiply(self, products: Products, x: Rows, count: int, out: Tensor) -> None:
-        """All parts of a matrix, side by side."""
+    def _multiply(
+        self, products: Products, x: Rows, count: int, out: Tensor, *, residual: bool = False
+    ) -> None:
+        """All parts of a matrix, side by side; nothing is ever added here."""
         out, column = out[:count], 0
         for product in products.parts:
             weight = product.weight
