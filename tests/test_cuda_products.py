@@ -12,6 +12,7 @@ from tests.cuda_weights import BY_NAME, quantised, random_rows
 
 _REASON = "kernels for GPUs need triton"
 products: Any = pytest.importorskip("asyncllm.kernels.cuda.products", reason=_REASON)
+norms: Any = pytest.importorskip("asyncllm.kernels.cuda.rows", reason=_REASON)
 tensor_cores: Any = pytest.importorskip("asyncllm.kernels.cuda.tensor_cores", reason=_REASON)
 unpacking: Any = pytest.importorskip("asyncllm.kernels.cuda.unpacking", reason=_REASON)
 
@@ -103,6 +104,33 @@ def test_residual_and_bias_are_added_beside_other_results(name: str) -> None:
     taken = exact.float().to(DEVICE) if name == "F16" else on_device(x)
     products.few_rows(weight, taken, out, residual=out[:, 2:9], bias=bias.to(DEVICE), out_offset=2)
     check(out, product(exact, weight) + residual.double() + bias.double(), first=2)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"), [("Q4_K", 1, 512), ("Q6_K", 4, 1280), ("Q5_0", 2, 576)]
+)
+def test_a_product_completes_the_norm_of_its_rows(
+    name: str, rows: int, columns: int, gated: bool
+) -> None:
+    weight, other = weight_of(name, 7, columns), weight_of(name, 7, columns, 5)
+    x = activations(rows, columns) * torch.tensor([[3.0], [1e-3], [0.0], [50.0]])[:rows]
+    scales = activations(1, columns, 9)[0].to(DEVICE)
+    residual = activations(rows, 7, 2)
+    half = on_device(quantised(torch.zeros(rows, columns))[0])
+    squares = poisoned(rows, norms.half_norm_parts(columns))
+    norms.half_norm(x.to(DEVICE), scales, half, squares)
+    normed = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    normed *= scales.cpu().double()
+    expected = product(normed, weight)
+    how: dict[str, Any] = {"squares": squares, "eps": 1e-5}
+    if gated:
+        expected = torch.nn.functional.silu(expected) * product(normed, other)
+        how |= {"up": other}
+    out = poisoned(rows, 7)
+    products.few_rows(weight, half, out, **how, residual=residual.to(DEVICE))
+    # What rounding to int8 costs, in gate and up.
+    check(out, expected + residual.double(), tolerance=6e-2 if gated else 2e-2)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

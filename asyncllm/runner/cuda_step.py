@@ -109,12 +109,16 @@ class Rows:
         tensor: float16, `ordered` for the tensor cores, for up to `TENSOR_ROWS` rows.
         half: for more.
         full: float32, for as many as `tensor`: for weights in floating point.
+        squares: beside int8 rows whose norm is left to products, see `rows.half_norm`.
+        half_normed: whether they are such.
     """
 
     quantised: tuple[Tensor, Tensor, Tensor]
     tensor: Tensor
     half: Tensor
     full: Tensor
+    squares: Tensor
+    half_normed: bool = False
 
     @classmethod
     def of(cls, count: int, width: int, device: torch.device) -> Rows:
@@ -128,6 +132,7 @@ class Rows:
             torch.zeros(some, width, dtype=torch.float16, device=device),
             torch.zeros(count, width, dtype=HALF, device=device),
             torch.zeros(some, width, device=device),
+            torch.zeros(few, rows.half_norm_parts(width), device=device),
         )
 
     def few(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -494,19 +499,34 @@ class CudaProgram:
         post: Tensor | None,
     ) -> None:
         x = self._x[self._now][:count]
+        if not added:
+            self._norm_of(x, weight, target, inputs)
+            return
         into = self._x[1 - self._now][:count]
         rows.norm(
             x,
             weight,
             self.config.norm_eps,
-            added=self._y[:count] if added else None,
+            added=self._y[:count],
             post_weight=post,
             into=into,
             pdl=self.pdl,
             **target.targets(count, inputs),
         )
-        if added:
-            self._now = 1 - self._now
+        target.half_normed = False
+        self._now = 1 - self._now
+
+    def _norm_of(
+        self, x: Tensor, weight: Tensor, target: Rows, inputs: Sequence[DeviceWeight]
+    ) -> None:
+        """Norm of rows to which nothing is added."""
+        targets = target.targets(len(x), inputs)
+        target.half_normed = list(targets) == ["quantised"]
+        if target.half_normed:
+            squares = target.squares[: len(x)]
+            rows.half_norm(x, weight, targets["quantised"], squares, pdl=self.pdl)
+        else:
+            rows.norm(x, weight, self.config.norm_eps, pdl=self.pdl, **targets)
 
     def _gate(self, layer: DeviceLayer, count: int) -> None:
         activation, width = self.config.architecture.activation, self.config.feed_forward
@@ -516,7 +536,8 @@ class CudaProgram:
             # Float weights read the result as it is; it is quantised for others.
             out = self._gated.full[:count]
             source = self._source(gate, self._normed, count)
-            few_rows(gate, source, out, up=up, activation=activation, pdl=self.pdl)
+            how = {"up": up, "activation": activation, **self._completing(self._normed, count)}
+            few_rows(gate, source, out, pdl=self.pdl, **how)
             if down[0].layout is not None:
                 rows.quantise(out, self._gated.few(count), pdl=self.pdl)
             return
@@ -524,6 +545,12 @@ class CudaProgram:
         self._multiply(layer.gate_up, self._normed, count, both)
         targets = self._gated.targets(count, down)
         rows.gate(both[:count], activation, pdl=self.pdl, **targets)
+
+    def _completing(self, x: Rows, count: int) -> dict[str, Any]:
+        """What a product needs that completes a norm."""
+        if not x.half_normed:
+            return {}
+        return {"squares": x.squares[:count], "eps": self.config.norm_eps}
 
     @staticmethod
     def _source(weight: DeviceWeight, x: Rows, count: int) -> Any:
@@ -543,7 +570,7 @@ class CudaProgram:
                 source = self._source(weight, x, count)
                 before = out[:, column:] if residual else None
                 how: dict[str, Any] = {"bias": bias, "residual": before, "out_offset": column}
-                few_rows(weight, source, out, pdl=self.pdl, **how)
+                few_rows(weight, source, out, pdl=self.pdl, **how, **self._completing(x, count))
             elif weight.layout is not None:
                 self._tensor_rows(product, x.tensor[:count], out, column)
             else:
@@ -588,13 +615,7 @@ class CudaProgram:
         most = len(self._chosen.tensor)
         for start in range(0, len(x), most):
             part = x[start : start + most]
-            rows.norm(
-                part,
-                self._weights.output_norm,
-                self.config.norm_eps,
-                pdl=self.pdl,
-                **self._chosen.targets(len(part), head.weights),
-            )
+            self._norm_of(part, self._weights.output_norm, self._chosen, head.weights)
             self._multiply(head, self._chosen, len(part), self.logits[start : start + len(part)])
 
 

@@ -45,6 +45,7 @@ class SteadyRows(Rows):
             torch.zeros(count, width, dtype=torch.float16, device=device),
             none,
             torch.zeros(count, width, device=device),
+            none,
         )
 
     def targets(self, count: int, weights: Sequence[DeviceWeight]) -> dict[str, Any]:

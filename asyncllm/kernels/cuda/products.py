@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.kernels.cuda.rows import half_norm_parts
 from asyncllm.kernels.cuda.spelling import (
     EMULATED,
     EXPONENT,
@@ -160,6 +161,8 @@ def _step(parts, sums, xq, xd, xs, step, SUBS, S, M, ROWS, MASKED, FORM, EMU):
 @triton.jit
 def _finish(
     sums,
+    squares,
+    eps,
     residual,
     bias,
     out,
@@ -167,6 +170,7 @@ def _finish(
     N,
     residual_stride,
     out_stride,
+    K,
     M,
     R,
     P,
@@ -175,8 +179,12 @@ def _finish(
     ACT,
     RES,
     BIAS,
+    SQUARES,
 ):
-    """Add up what the threads have and store it: P is M * R or the power of 2 above."""
+    """Add up what the threads have and store it: P is M * R or the power of 2 above.
+
+    `squares` [parts, P]: where SQUARES, of rows that were not divided by their size.
+    """
     first = ()
     second = ()
     for p in tl.static_range(P):
@@ -189,8 +197,12 @@ def _finish(
             if ROWS > R:
                 second = second + (sums[0] * 0,)
     value = tl.sum(_stacked(first, P, S), 0)
+    factor = 1.0
+    if SQUARES > 0:
+        factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+        value *= factor
     if ROWS > R:
-        value = _activation(value, ACT) * tl.sum(_stacked(second, P, S), 0)
+        value = _activation(value, ACT) * (tl.sum(_stacked(second, P, S), 0) * factor)
     p = tl.arange(0, P)
     m = p // R
     row = row0 + p % R
@@ -215,12 +227,16 @@ def _few_rows(
     xq,
     xd,
     xs,
+    squares,
+    eps,
     residual,
     bias,
     out,
     N,
     residual_stride,
     out_stride,
+    SQUARES: tl.constexpr,
+    SP: tl.constexpr,
     K: tl.constexpr,
     M: tl.constexpr,
     W: tl.constexpr,
@@ -251,6 +267,11 @@ def _few_rows(
     for step in tl.static_range(AHEAD):
         parts = parts + _load_rows(one, other, row0, N, step, SUBS, S, MASKED, R, ROWS, FORM)
     await_inputs(PDL)
+    sizes = 0.0
+    if SQUARES > 0:
+        # Asked for now, needed at the end: SQUARES of each row, or SP, the power of 2 above.
+        part, m = tl.arange(0, SP)[:, None], tl.arange(0, P)[None, :] // R
+        sizes = tl.load(squares + m * SQUARES + part, mask=(part < SQUARES) & (m < M), other=0)
     sums = ()
     for _ in tl.static_range(M * ROWS):
         sums = sums + (tl.zeros([S], tl.float32),)
@@ -267,8 +288,8 @@ def _few_rows(
             sums = _step(now, sums, xq, xd, xs, step, SUBS, S, M, ROWS, UNEVEN, FORM, EMU)
             parts = parts[PARTS:] + following
     _finish(
-        *(sums, residual, bias, out, row0, N, residual_stride, out_stride),
-        *(M, R, P, S, ROWS, ACT, RES, BIAS),
+        *(sums, sizes, eps, residual, bias, out, row0, N, residual_stride, out_stride),
+        *(K, M, R, P, S, ROWS, ACT, RES, BIAS, SQUARES),
     )
 
 
@@ -328,8 +349,8 @@ def _few_rows_float(
         sums = after
         weights = following
     _finish(
-        *(sums, residual, bias, out, row0, N, residual_stride, out_stride),
-        *(M, R, P, S, ROWS, ACT, RES, BIAS),
+        *(sums, 0.0, 0.0, residual, bias, out, row0, N, residual_stride, out_stride),
+        *(K, M, R, P, S, ROWS, ACT, RES, BIAS, 0),
     )
 
 
@@ -365,6 +386,8 @@ def few_rows(
     activation: str = "silu",
     residual: Tensor | None = None,
     bias: Tensor | None = None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
     out_offset: int = 0,
     pdl: bool = False,
     config: Config | None = None,
@@ -379,6 +402,8 @@ def few_rows(
         activation: `"silu"` or `"gelu_tanh"`; meaningful with `up`.
         residual: float32 [rows, outputs], added; may be what is written.
         bias: float32 [outputs], added.
+        squares: where `x` is of `half_norm`, what that left beside it: the norm is completed.
+        eps: of that norm.
         out_offset: see `out`.
         pdl: whether the kernel may start before the one ahead of it has ended. That one must then
             be of this package too.
@@ -429,14 +454,16 @@ def few_rows(
             **traits,
         )
         return
-    form = form_of(weight)
+    form, parts = form_of(weight), half_norm_parts(weight.columns)
     steps = triton.cdiv(weight.columns // 32, 32 * warps)
     ahead = steps if steps * traits["ROWS"] <= _IN_FLIGHT else 2
     if rows > 1:
         ahead = 1
     _few_rows[grid](
-        *(*form.planes, *(form.planes if up is None else form_of(up).planes), *x, *last),
-        *(residual_stride, out.stride(0)),
+        *(*form.planes, *(form.planes if up is None else form_of(up).planes), *x),
+        *(x[1] if squares is None else squares, eps, *last, residual_stride, out.stride(0)),
+        SQUARES=0 if squares is None else parts,
+        SP=triton.next_power_of_2(parts),
         AHEAD=ahead,
         FORM=form.traits,
         EMU=EMULATED,

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 QUANTISED_COLUMNS = 32
 
+# Runs of 32 columns that a program of `half_norm` does.
+HALF_NORM_RUNS = 8
+
 # Adding it to a float32 of up to 2**22 leaves the nearest integer in the low bits, even on ties.
 _ROUNDER: tl.constexpr = tl.constexpr(12582912.0)
 _ROUNDER_BITS: tl.constexpr = tl.constexpr(0x4B400000)
@@ -224,6 +227,56 @@ def norm(
         D=width, B=triton.next_power_of_2(blocks),
         S=triton.next_power_of_2(triton.cdiv(blocks, parts)), PARTS=parts, ORDERED=ordered, PDL=pdl,
         num_warps=warps or warps_for(width, 512), **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _half_norm(x, weight, xq, xd, xs, squares, D: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * S + tl.arange(0, S)
+    keep = block * 32 < D
+    column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    w = tl.load(weight + column, mask=keep[:, None], other=0.0)
+    if PDL:
+        gdc_wait()
+    v = tl.load(x + row * D + column, mask=keep[:, None], other=0.0)
+    tl.store(squares + row * tl.num_programs(1) + tl.program_id(1), _total(v * v))
+    put_quantised(v * w, row, block, keep, xq, xd, xs, D)
+
+
+def half_norm_parts(width: int) -> int:
+    """Programs that share a row of `half_norm`."""
+    return triton.cdiv(width, HALF_NORM_RUNS * QUANTISED_COLUMNS)
+
+
+def half_norm(
+    x: Tensor,
+    weight: Tensor,
+    quantised: Quantised,
+    squares: Tensor,
+    *,
+    pdl: bool = False,
+    warps: int = 4,
+) -> None:
+    """RMSNorm of rows [M, D] but for the factor of each, which is left to who multiplies.
+
+    So no program needs a whole row, and a row is done by many at once.
+
+    Args:
+        x: float32 [M, D]; D is a multiple of 32.
+        weight: float32 [D].
+        quantised: `x * weight` as int8 rows.
+        squares: sums of squares of parts of `x`, float32 [M, half_norm_parts(D)].
+        pdl: programmatic dependent launch.
+        warps: of a program.
+    """
+    rows, width = x.shape
+    xq, xd, xs = _planes(quantised, width)
+    _half_norm[(rows, half_norm_parts(width))](
+        x, weight, xq, xd, xs, squares, D=width, S=HALF_NORM_RUNS, PDL=pdl,
+        num_warps=warps, **launch_options(pdl),
     )  # fmt: skip
 
 
