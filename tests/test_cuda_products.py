@@ -106,6 +106,17 @@ def test_residual_and_bias_are_added_beside_other_results(name: str) -> None:
     check(out, product(exact, weight) + residual.double() + bias.double(), first=2)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("name", "second"), [("Q4_K", "Q6_K"), ("Q6_K", "Q4_K"), ("Q8_0", "Q5_1")])
+def test_two_forms_are_one_launch(name: str, second: str, rows: int) -> None:
+    weight, other = weight_of(name, 10, 1280), weight_of(second, 7, 1280, 4)
+    x, exact = quantised(activations(rows, 1280))
+    out = poisoned(rows, 21)
+    products.few_rows(weight, on_device(x), out, beside=other, out_offset=3)
+    expected = torch.cat([product(exact, weight), product(exact, other)], 1)
+    check(out, expected, first=3)
+
+
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize(
     ("name", "rows", "columns"), [("Q4_K", 1, 512), ("Q6_K", 4, 1280), ("Q5_0", 2, 576)]

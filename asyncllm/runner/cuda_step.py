@@ -564,12 +564,17 @@ class CudaProgram:
         if count > TENSOR_ROWS:
             self._dense_rows(products, x.half[:count], out)
             return
+        if are_few(count) and products.are_a_pair and not residual:
+            one, other = (part.weight for part in products.parts)
+            how = self._completing(x, count)
+            few_rows(one, x.few(count), out, beside=other, pdl=self.pdl, **how)
+            return
         for product in products.parts:
             weight, bias = product.weight, product.bias
             if are_few(count):
                 source = self._source(weight, x, count)
                 before = out[:, column:] if residual else None
-                how: dict[str, Any] = {"bias": bias, "residual": before, "out_offset": column}
+                how = {"bias": bias, "residual": before, "out_offset": column}
                 few_rows(weight, source, out, pdl=self.pdl, **how, **self._completing(x, count))
             elif weight.layout is not None:
                 self._tensor_rows(product, x.tensor[:count], out, column)

@@ -122,6 +122,13 @@ class Products:
         return [product.weight for product in self.parts]
 
     @property
+    def are_a_pair(self) -> bool:
+        """Whether they are two packed ones of different forms, which one launch can multiply."""
+        return len(self.parts) == 2 and all(
+            part.bias is None and part.weight.layout is not None for part in self.parts
+        )
+
+    @property
     def elements(self) -> int:
         return sum(weight.rows * weight.columns for weight in self.weights)
 

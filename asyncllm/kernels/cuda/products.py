@@ -215,42 +215,11 @@ def _finish(
 
 
 @triton.jit
-def _few_rows(
-    codes,
-    upper,
-    scales,
-    supers,
-    codes_up,
-    upper_up,
-    scales_up,
-    supers_up,
-    xq,
-    xd,
-    xs,
-    squares,
-    eps,
-    residual,
-    bias,
-    out,
-    N,
-    residual_stride,
-    out_stride,
-    SQUARES: tl.constexpr,
-    SP: tl.constexpr,
-    K: tl.constexpr,
-    M: tl.constexpr,
-    W: tl.constexpr,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    AHEAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    ACT: tl.constexpr,
-    RES: tl.constexpr,
-    BIAS: tl.constexpr,
-    FORM: tl.constexpr,
-    PDL: tl.constexpr,
-    EMU: tl.constexpr,
-):
+def _some_rows(
+    one, other, xq, xd, xs, squares, eps, residual, bias, out, program, N,
+    residual_stride, out_stride,
+    SQUARES, SP, K, M, W, R, P, AHEAD, ROWS, ACT, RES, BIAS, FORM, PDL, EMU,
+):  # fmt: skip
     """R rows of a weight (ROWS: and as many of another) by M rows of activations."""
     SUBS: tl.constexpr = K // 32
     S: tl.constexpr = 32 * W
@@ -259,10 +228,7 @@ def _few_rows(
     UNEVEN: tl.constexpr = SUBS % S != 0
     # Steps beyond the last are asked for where a loop runs ahead, and must find nothing.
     MASKED: tl.constexpr = UNEVEN or STEPS > AHEAD
-    depend(PDL)
-    row0 = tl.program_id(0) * R
-    one = (codes, upper, scales, supers)
-    other = (codes_up, upper_up, scales_up, supers_up)
+    row0 = program * R
     parts = ()
     for step in tl.static_range(AHEAD):
         parts = parts + _load_rows(one, other, row0, N, step, SUBS, S, MASKED, R, ROWS, FORM)
@@ -291,6 +257,43 @@ def _few_rows(
         *(sums, sizes, eps, residual, bias, out, row0, N, residual_stride, out_stride),
         *(K, M, R, P, S, ROWS, ACT, RES, BIAS, SQUARES),
     )
+
+
+@triton.jit
+def _few_rows(
+    codes, upper, scales, supers, codes_2, upper_2, scales_2, supers_2,
+    xq, xd, xs, squares, eps, residual, bias, out, N, N_2, residual_stride, out_stride,
+    SQUARES: tl.constexpr, SP: tl.constexpr, K: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, ACT: tl.constexpr, RES: tl.constexpr, BIAS: tl.constexpr,
+    FORM: tl.constexpr, FORM_2: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
+    EMU: tl.constexpr,
+):  # fmt: skip
+    """A weight by some rows; with one that is its gate's up, or BESIDE one of another form."""
+    depend(PDL)
+    program = tl.program_id(0)
+    one = (codes, upper, scales, supers)
+    other = (codes_2, upper_2, scales_2, supers_2)
+    if BESIDE:
+        first = (N + R - 1) // R
+        if program < first:
+            _some_rows(
+                one, one, xq, xd, xs, squares, eps, residual, bias, out, program, N,
+                residual_stride, out_stride,
+                SQUARES, SP, K, M, W, R, P, AHEAD, ROWS, ACT, RES, BIAS, FORM, PDL, EMU,
+            )  # fmt: skip
+        else:
+            _some_rows(
+                other, other, xq, xd, xs, squares, eps, residual, bias, out + N, program - first,
+                N_2, residual_stride, out_stride,
+                SQUARES, SP, K, M, W, R, P, AHEAD, ROWS, ACT, RES, BIAS, FORM_2, PDL, EMU,
+            )  # fmt: skip
+    else:
+        _some_rows(
+            one, other, xq, xd, xs, squares, eps, residual, bias, out, program, N,
+            residual_stride, out_stride,
+            SQUARES, SP, K, M, W, R, P, AHEAD, ROWS, ACT, RES, BIAS, FORM, PDL, EMU,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -383,6 +386,7 @@ def few_rows(
     out: Tensor,
     *,
     up: DeviceWeight | None = None,
+    beside: DeviceWeight | None = None,
     activation: str = "silu",
     residual: Tensor | None = None,
     bias: Tensor | None = None,
@@ -399,6 +403,8 @@ def few_rows(
         x: quantised rows; float32 or float16 [rows, columns] where the weight is floats.
         out: float32 [rows, at least out_offset + outputs]; written from column out_offset on.
         up: of the same form and shape as `weight`.
+        beside: another weight for the same rows, packed in any form, whose results follow; not with
+            `up`, `bias` or `residual`.
         activation: `"silu"` or `"gelu_tanh"`; meaningful with `up`.
         residual: float32 [rows, outputs], added; may be what is written.
         bias: float32 [outputs], added.
@@ -419,8 +425,13 @@ def few_rows(
         *(weight.form, weight.rows, weight.columns),
     ):
         raise ValueError(f"gate is {weight.form} of {weight.rows} rows, up {up.form} of {up.rows}")
-    if out.shape[1] < out_offset + weight.rows or len(out) < rows or out.stride(1) != 1:
-        raise ValueError(f"results [{rows}, {weight.rows}] do not fit in {list(out.shape)}")
+    if beside is not None and (
+        any(each is not None for each in (up, bias, residual)) or beside.columns != weight.columns
+    ):
+        raise ValueError(f"beside: {beside.form} of {beside.columns} columns, and others")
+    outputs = weight.rows + (0 if beside is None else beside.rows)
+    if out.shape[1] < out_offset + outputs or len(out) < rows or out.stride(1) != 1:
+        raise ValueError(f"results [{rows}, {outputs}] do not fit in {list(out.shape)}")
     warps, owned = config or default_config(weight, rows)
     if config is None and up is not None and rows == 1:
         warps, owned = 2, 4
@@ -441,31 +452,34 @@ def few_rows(
     if pdl:
         traits["launch_pdl"] = True
     residual_stride = 0 if residual is None else residual.stride(0)
-    last = (
-        *(target if residual is None else residual, target if bias is None else bias, target),
-        weight.rows,
-    )
+    last = (target if residual is None else residual, target if bias is None else bias, target)
     grid = (triton.cdiv(weight.rows, owned),)
     if isinstance(x, Tensor):
         values = weight.planes["values"]
         _few_rows_float[grid](
             *(values, values if up is None else up.planes["values"], x, *last),
-            *(x.stride(0), residual_stride, out.stride(0)),
+            *(weight.rows, x.stride(0), residual_stride, out.stride(0)),
             **traits,
         )
         return
     form, parts = form_of(weight), half_norm_parts(weight.columns)
+    second = form_of(up or beside or weight)
+    if beside is not None:
+        grid = (grid[0] + triton.cdiv(beside.rows, owned),)
     steps = triton.cdiv(weight.columns // 32, 32 * warps)
     ahead = steps if steps * traits["ROWS"] <= _IN_FLIGHT else 2
     if rows > 1:
         ahead = 1
     _few_rows[grid](
-        *(*form.planes, *(form.planes if up is None else form_of(up).planes), *x),
-        *(x[1] if squares is None else squares, eps, *last, residual_stride, out.stride(0)),
+        *(*form.planes, *second.planes, *x, x[1] if squares is None else squares, eps, *last),
+        *(weight.rows, beside.rows if beside is not None else 0),
+        *(residual_stride, out.stride(0)),
         SQUARES=0 if squares is None else parts,
         SP=triton.next_power_of_2(parts),
         AHEAD=ahead,
         FORM=form.traits,
+        FORM_2=second.traits,
+        BESIDE=beside is not None,
         EMU=EMULATED,
         **traits,
     )

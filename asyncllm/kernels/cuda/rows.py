@@ -81,11 +81,9 @@ def put_quantised(v, row, block, keep, xq, xd, xs, K: tl.constexpr):
     sums = tl.sum(tl.where(i < 16, q, q * 65536), 1)
     # A negative low half has borrowed from the high one.
     sums += tl.where((sums & 0x8000) != 0, 65536, 0)
-    # Four bytes a word: their threads need no exchange.
-    bytes_ = tl.reshape((q & 255) << (i % 4 * 8), [v.shape[0], 8, 4])
-    w = tl.arange(0, 8)[None, :]
-    at = (row * (K // 4) + block * 4)[:, None] + (w // 4) * (K // 8) + w % 4
-    tl.store(xq + at, tl.sum(bytes_, 2), mask=keep[:, None])
+    at = (row * K + block * 16)[:, None] + (i // 16) * (K // 2) + i % 16
+    bytes_ = xq.to(tl.pointer_type(tl.int8), bitcast=True)
+    tl.store(bytes_ + at, q.to(tl.int8), mask=keep[:, None])
     tl.store(xd + row * (K // 32) + block, scale, mask=keep)
     tl.store(xs + row * (K // 32) + block, sums, mask=keep)
 
