@@ -23,6 +23,7 @@ from asyncllm.model.config import ModelConfig
 from asyncllm.model.program import Chunk, PlainProgram
 from asyncllm.options import SamplingParams
 from asyncllm.runner import cuda_step
+from asyncllm.runner.chunk_passes import ChunkPasses, rounded
 from asyncllm.runner.cuda_step import CudaProgram, refusal
 from asyncllm.runner.device_model import DeviceModel
 from asyncllm.runner.pipeline import CudaRunner
@@ -225,6 +226,34 @@ def test_one_step_ahead_and_in_turn_give_the_same_tokens(tmp_path: Path) -> None
         assert device.scheduler.cache.blocks_used == 0
         assert {"plain", "pipelined"} <= device.modes  # beside one of the host's, and alone
     assert outputs[0] == outputs[1]
+
+
+def test_rows_and_sequences_that_pad_a_pass_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path, "gemma3" if DEVICE.type == "cuda" else "llama")
+    outputs, sizes = [], set()
+    for pads in (False, True):
+
+        def size(self: Any, rows: int, sequences: int, pads: bool = pads) -> tuple[int, int]:
+            found = (rounded(rows), 4) if pads else (rows, sequences)
+            sizes.add(found)
+            return found
+
+        monkeypatch.setattr(ChunkPasses, "size", size)
+        device = Device(path)
+        requests = [device.request(ids(count, count), max_tokens=2) for count in (3, 5)]
+        device.run(ahead=False)
+        outputs.append([request.sequences[0].output_ids for request in requests])
+    assert outputs[0] == outputs[1]
+    assert {(8, 2), (16, 4)} <= sizes
+
+
+def test_sizes_of_passes_are_few_and_little_larger() -> None:
+    sizes = {rounded(count) for count in range(1, 2049)}
+    assert len(sizes) < 40
+    assert all(count <= rounded(count) < count + 32 for count in range(1, 257))
+    assert all(count <= rounded(count) <= count * 9 / 8 for count in range(257, 2049))
 
 
 def test_a_product_that_fails_is_replaced_and_the_step_goes_on(

@@ -177,6 +177,8 @@ class CudaProgram:
         context: positions a sequence may have.
         failures: kernels that did not compile or launch, and have been replaced by plainer ones.
         edits: penalties and biases, once `make_edits` was called.
+        newest: which of the two residual streams the last pass ended in; who replays a capture of
+            `chunks` sets what it was.
     """
 
     # Rows that tensor cores' products are cut for, and heads that a program makes ready at a time;
@@ -235,7 +237,7 @@ class CudaProgram:
         self.edits: SlotEdits | None = None
         self._decode_scratch: dict[tuple[int, int], attention.DecodeScratch] = {}
         self._choice_scratch: dict[int, ChoiceScratch] = {}
-        self._now = 0  # which of the two residual streams is the newest
+        self.newest = 0
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -287,7 +289,7 @@ class CudaProgram:
         self._embed(self.field(FRESH, count), slots, count)
         attend = self._attend_rows(slots, positions, self._scratch(count, reach))
         self._layers(count, slots, positions, attend)
-        self._head(self._x[self._now][:count])
+        self._head(self._x[self.newest][:count])
         self._choose(form)
         remember(
             *(self.next_tokens[:count], slots, self.last),
@@ -331,7 +333,7 @@ class CudaProgram:
     def head(self, index: Tensor) -> None:
         """Logits of some rows of the last pass, at most `max_batch`: int64 numbers of rows."""
         chosen = self._selected[: len(index)]
-        torch.index_select(self._x[self._now], 0, index, out=chosen)
+        torch.index_select(self._x[self.newest], 0, index, out=chosen)
         self._head(chosen)
 
     def choose(self, form: Form) -> None:
@@ -379,7 +381,7 @@ class CudaProgram:
     def _embed(self, fresh: Tensor, slots: Tensor, count: int) -> None:
         tokens = self.tokens[:count]
         first_tokens(fresh, slots, self.last, tokens)
-        self._now = 0
+        self.newest = 0
         scale = self.config.embedding_scale
         out = self._x[0][:count]
         embedding_rows(self._weights.embedding, tokens, scale, out, pdl=self.pdl)
@@ -473,17 +475,17 @@ class CudaProgram:
         if not waiting:
             return
         # The last result joins all rows; the head norms those that are wanted.
-        x, into = self._x[self._now][:count], self._x[1 - self._now][:count]
+        x, into = self._x[self.newest][:count], self._x[1 - self.newest][:count]
         rows.norm(
             x, None, config.norm_eps, out=None, added=self._y[:count], post_weight=post,
             into=into, pdl=self.pdl,
         )  # fmt: skip
-        self._now = 1 - self._now
+        self.newest = 1 - self.newest
 
     def _join(self, products: Products, x: Rows, count: int, post: Tensor | None) -> bool:
         """A product that is to be added to the rows; whether that is left to the next norm."""
         if post is None and self._as_rows is None and are_few(count):
-            self._multiply(products, x, count, self._x[self._now], residual=True)
+            self._multiply(products, x, count, self._x[self.newest], residual=True)
             return False
         self._multiply(products, x, count, self._y)
         return True
@@ -498,11 +500,11 @@ class CudaProgram:
         added: bool,
         post: Tensor | None,
     ) -> None:
-        x = self._x[self._now][:count]
+        x = self._x[self.newest][:count]
         if not added:
             self._norm_of(x, weight, target, inputs)
             return
-        into = self._x[1 - self._now][:count]
+        into = self._x[1 - self.newest][:count]
         rows.norm(
             x,
             weight,
@@ -514,7 +516,7 @@ class CudaProgram:
             **target.targets(count, inputs),
         )
         target.half_normed = False
-        self._now = 1 - self._now
+        self.newest = 1 - self.newest
 
     def _norm_of(
         self, x: Tensor, weight: Tensor, target: Rows, inputs: Sequence[DeviceWeight]

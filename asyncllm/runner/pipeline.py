@@ -20,6 +20,7 @@ from torch import Tensor
 
 from asyncllm import telemetry
 from asyncllm.kernels.cuda.choice import SICK
+from asyncllm.runner.chunk_passes import ChunkPasses
 from asyncllm.runner.cuda_step import (
     FIELDS,
     FRESH,
@@ -61,8 +62,9 @@ if TYPE_CHECKING:
 # Batches are padded to one of these sizes, so that few graphs serve all.
 BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
-# Rows of prompt chunks that meet kernels which no other size does.
-PROMPT_ENDS: Final = (2, 12, 24, 48)
+# Rows of prompt chunks that meet kernels which no other size does, and sizes that are captured
+# before anybody asks; others when they come for the second time.
+PROMPTS: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
 # Steps whose uploads and results may be under way at a time: the one computed, the one queued, and
 # one that the host is writing.
@@ -79,7 +81,7 @@ class _Buffers:
             return torch.zeros(shape, dtype=dtype, pin_memory=on_device)
 
         self.fields = host(FIELDS * program.max_batch)
-        self.rows = host(3, program.max_rows)
+        self.rows = host(3 * program.max_rows)
         self.spans = host(program.max_batch, 4)
         self.chosen = host(program.max_batch, dtype=torch.int64)
         self.tables = host(program.max_batch, longest_table)
@@ -139,6 +141,7 @@ class CudaRunner:
         self._buffers = [_Buffers(program, longest * len(program.tables)) for _ in range(IN_FLIGHT)]
         self._turn = 0
         self._graphs: dict[Form, Any] = {}
+        self._passes = ChunkPasses(program, captures=self._on_device)
         self._sampler = Sampler(vocab_size)
         self._states: dict[int, SamplingState] = {}
         self._slot_of: dict[int, int] = {}
@@ -214,11 +217,14 @@ class CudaRunner:
                     form = Form(count, reach=reach)
                     self._graph(form)
                 self._rehearse(replace(form, sampled=True, searches=(True, True)))
-        row = plan.rows[0]
-        for count in PROMPT_ENDS:
-            if count <= row.offset:
+        row, size = plan.rows[0], self._pool.block_tokens
+        for count in PROMPTS:
+            if count <= min(program.max_rows, program.context - 1):
+                tables = ((0,) * -(-count // size),) * len(row.block_tables)
                 part = replace(row, offset=0, count=count, tokens=(0,) * count, output_count=0)
-                self.collect(self.submit(StepPlan((part,))))
+                part = replace(part, block_tables=tables)
+                for _ in range(2):
+                    self.collect(self.submit(StepPlan((part,))))
 
     def grow(self, group: int, blocks: int) -> int:
         return self._pool.grow(group, blocks)
@@ -231,6 +237,7 @@ class CudaRunner:
         if self._stream is not None:
             self._stream.synchronize()
         self._graphs.clear()
+        self._passes.close()
         self._buffers.clear()
         self._states.clear()
         self._pool.close()
@@ -313,8 +320,10 @@ class CudaRunner:
     def _chunks(self, ticket: _Ticket, slots: Sequence[int]) -> None:
         rows, buffers, program = ticket.rows, ticket.buffers, self.program
         count = sum(row.count for row in rows)
-        table = buffers.rows.numpy()
+        size = self._passes.size(count, len(rows))
+        table = buffers.rows.numpy()[: 3 * size[0]].reshape(3, size[0])
         spans = buffers.spans.numpy()
+        table[0, count:], table[1:, count:], spans[len(rows) : size[1]] = -1, 0, 0
         first, last = 0, []
         for number, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             end = first + row.count
@@ -324,10 +333,7 @@ class CudaRunner:
             spans[number] = (first, row.count, row.offset, slot)
             last.append(end - 1)
             first = end
-        there = buffers.rows[:, :count].to(program.device, non_blocking=True)
-        spans_there = buffers.spans[: len(rows)].to(program.device, non_blocking=True)
-        longest = max(row.count for row in rows)
-        program.chunks(there[0], there[1], there[2], spans_there, longest)
+        self._passes.run(buffers.rows, buffers.spans, size)
 
         for index, row in enumerate(rows):
             if row.sampling.params.prompt_logprobs is not None:
