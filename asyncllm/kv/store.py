@@ -153,7 +153,7 @@ class BlockStore:
     @property
     def busy(self) -> bool:
         """Whether jobs are under way."""
-        return bool(self._writing) or self._reading > 0
+        return self._readable and (bool(self._writing) or self._reading > 0)
 
     def has(self, group: int, prefix: Prefix) -> bool:
         """Whether it has the block that ends the prefix; its token ids are compared."""
