@@ -181,7 +181,7 @@ class TestBlocks:
         assert store.store.begin_save(0, 0, chain[5]) is None, "still all are taken"
         disk.gate.set()
         store.settle()
-        assert store.store.counts.written_blocks == 4
+        assert store.store.written_blocks == 4
         assert store.store.begin_save(0, 0, chain[5]) is not None
         store.close()
 
@@ -197,7 +197,7 @@ class TestBlocks:
         store = Store(path, extents=1)
         assert store.store.has(0, chain[0])
         assert store.read(chain, 0) is None
-        assert store.store.counts.rejected_blocks == 1
+        assert store.store.rejected_blocks == 1
         assert not store.store.has(0, chain[0])
         store.save(chain, [1])
         assert store.read(chain, 1) == content(0, 1, 64), "its extent is free again"
@@ -277,7 +277,7 @@ class TestIdentity:
                 file.write(b"\x63")
         before = path.read_bytes()
         store = Store(path)
-        assert store.store.counts.faults == 1
+        assert store.store.faults == 1
         assert not store.store.wants(0, chain_of(IDS)[0])
         store.close()
         assert path.read_bytes() == before
@@ -344,7 +344,7 @@ class TestFaults:
         disk.failing[operation] = OSError(errno.EIO, "the disk is ill")
         with caplog.at_level(logging.WARNING, logger="asyncllm"):
             store = Store(path, layer=disk)
-        assert store.store.counts.faults == 1
+        assert store.store.faults == 1
         assert [r.message.split()[0] for r in caplog.records] == ["store-fault"]
         chain = chain_of(IDS)
         assert not store.store.has(0, chain[0])
@@ -362,8 +362,8 @@ class TestFaults:
         with caplog.at_level(logging.WARNING, logger="asyncllm"):
             store.save(chain, [1, 2, 3])
         assert [r.message.split()[0] for r in caplog.records] == ["store-fault"]
-        counts = store.store.counts
-        assert (counts.written_blocks, counts.dropped_blocks, counts.faults) == (1, 1, 1)
+        found = store.store
+        assert (found.written_blocks, found.dropped_blocks, found.faults) == (1, 1, 1)
         assert store.read(chain, 0) == content(0, 0, 64)
         assert store.read(chain, 1) is None
         store.close()
@@ -374,8 +374,8 @@ class TestFaults:
         store.save(chain, range(5))
         disk.failing["read"] = OSError(errno.EIO, "the disk is ill")
         assert [store.read(chain, number) for number in range(5)] == [None] * 5
-        assert store.store.counts.faults == 3, "the others were not tried"
-        assert store.store.counts.rejected_blocks == 0
+        assert store.store.faults == 3, "the others were not tried"
+        assert store.store.rejected_blocks == 0
         disk.failing.clear()
         assert store.read(chain, 4) is None
         store.close()
@@ -404,7 +404,7 @@ class TestFaults:
         os.truncate(path, Layout(BLOCK_TOKENS, (64,), 8).extent_offset(0, 2) + 10)
         found = [store.read(chain, number) for number in range(4)]
         assert found == [content(0, 0, 64), content(0, 1, 64), None, None]
-        assert store.store.counts.rejected_blocks == 2
+        assert store.store.rejected_blocks == 2
         store.save(chain, [4])
         assert store.read(chain, 4) == content(0, 4, 64)
         os.truncate(path, 0)
@@ -424,7 +424,7 @@ class TestFaults:
                 break
             time.sleep(0.02)
         assert not store.store.wants(0, chain[9])
-        assert store.store.counts.faults >= 1
+        assert store.store.faults >= 1
         store.close()
         assert not path.exists()
 

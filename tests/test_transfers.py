@@ -115,13 +115,13 @@ class TestAdoption:
     def test_a_finished_prompt_is_adopted_by_the_next_process(self) -> None:
         stored = Stored()
         answered(stored.engine(), PROMPT)
-        assert stored.store.counts.written_blocks == 7, "28 of 29 tokens, whose last has no K/V"
+        assert stored.store.written_blocks == 7, "28 of 29 tokens, whose last has no K/V"
         stored.store.close()
         engine = stored.engine()
         request = answered(engine, PROMPT)
         assert request.sequences[0].cached_tokens == 20
         assert sum(plan.prompt_rows for plan in engine.plans) == 1, "all but the tail is reused"
-        assert stored.store.counts.hit_blocks == 5
+        assert stored.store.hit_blocks == 5
         assert engine.cache.prefix_hit_tokens == 20
 
     def test_while_one_adopts_the_others_go_on(self) -> None:
@@ -155,7 +155,7 @@ class TestAdoption:
         engine = stored.engine()
         requests = [engine.request([*PROMPT, n]) for n in range(1, 5)]
         engine.run()
-        assert stored.store.counts.hit_blocks == 5
+        assert stored.store.hit_blocks == 5
         assert [r.sequences[0].cached_tokens for r in requests] == [20] * 4
         for request in requests:
             verify(engine, request)
@@ -205,7 +205,7 @@ class TestAdoption:
         stored.disk.content[layout.extent_offset(0, extent.extent) + 9] ^= 4
         request = answered(engine, PROMPT)
         assert request.sequences[0].cached_tokens == 4 * bad
-        assert stored.store.counts.rejected_blocks == 1
+        assert stored.store.rejected_blocks == 1
         assert (engine.scheduler.admitted, engine.scheduler.resumed) == (1, 0)
 
     def test_a_windowed_group_needs_its_window_and_no_more(self) -> None:
@@ -216,7 +216,7 @@ class TestAdoption:
         engine = stored.engine(**shape)
         request = answered(engine, PROMPT)
         assert request.sequences[0].cached_tokens == 20
-        assert stored.store.counts.hit_blocks == 5 + 2
+        assert stored.store.hit_blocks == 5 + 2
         stored.store.close()
 
         engine = stored.engine(**shape)
@@ -237,18 +237,17 @@ class TestAdoption:
             verify(engine, request)
         assert engine.scheduler.preempted > 0
         assert engine.scheduler.resumed == engine.scheduler.preempted
-        assert stored.store.counts.hit_blocks > 0
+        assert stored.store.hit_blocks > 0
 
     def test_prefix_cache_off_reads_and_writes_nothing(self) -> None:
         stored = Stored()
         answered(stored.engine(), PROMPT)
-        written = stored.store.counts.written_blocks
+        written = stored.store.written_blocks
         stored.store.close()
         engine = stored.engine()
         assert answered(engine, PROMPT, prefix_cache=False).sequences[0].cached_tokens == 0
         answered(engine, [9, 9, 9, 9, 9, 9, 9], prefix_cache=False)
-        counts = stored.store.counts
-        assert (counts.hit_blocks, counts.written_blocks) == (0, 0)
+        assert (stored.store.hit_blocks, stored.store.written_blocks) == (0, 0)
         assert stored.store.blocks == written
 
     def test_salts_do_not_share(self) -> None:
@@ -266,7 +265,7 @@ class TestAdoption:
         stored.store.close()
         engine = stored.engine()
         request = answered(engine, PROMPT, n=3)
-        assert stored.store.counts.hit_blocks == 5
+        assert stored.store.hit_blocks == 5
         assert len(set(map(tuple, outputs(request)))) > 1
 
     def test_it_reads_only_when_that_is_faster(self) -> None:
@@ -284,7 +283,7 @@ class TestAdoption:
             "computing 20 tokens is faster than reading them",
         )
         assert answered(engine, PROMPT).sequences[0].cached_tokens == 0
-        assert stored.store.counts.hit_blocks == 0
+        assert stored.store.hit_blocks == 0
         other = _chain(stored.engine(), PROMPT)  # of a file that has all, in a pool without any
         engine = stored.engine(seconds=lambda plan: 1e-6)
         answered(engine, [2, 2, 2, 2, 2, 2])
@@ -331,7 +330,7 @@ class TestSaving:
         engine = stored.engine()
         engine.request(PROMPT, 1)
         engine.run()
-        assert stored.store.counts.written_blocks == 5
+        assert stored.store.written_blocks == 5
         assert engine.step() is NoPlan.IDLE
 
     def test_the_beginning_of_a_prefix_is_saved_before_its_end(self) -> None:
@@ -354,7 +353,7 @@ class TestSaving:
         engine.request([8] * 20, 1)
         for _ in range(4):
             engine.step()
-        assert stored.store.counts.dropped_blocks > 0
+        assert stored.store.dropped_blocks > 0
         engine.before_step = stored.thread.work
         engine.run()
         for request in engine.requests:
@@ -371,8 +370,8 @@ class TestSaving:
         engine = stored.engine()
         for prompt in (PROMPT, PROMPT[3:], PROMPT):
             answered(engine, prompt)
-        assert stored.store.counts.faults > 0
-        assert stored.store.counts.written_blocks == 0
+        assert stored.store.faults > 0
+        assert stored.store.written_blocks == 0
         assert not engine.scheduler.has_work
 
 

@@ -11,7 +11,6 @@ import errno
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -25,9 +24,10 @@ from asyncllm.kv.store_layout import Header, Layout, NotAStore, Superblock
 from asyncllm.kv.store_thread import PatchJob, ReadJob, StoreThread, WriteJob
 from asyncllm.scheduler.step import BlockTransfer
 
-# Staging memory, and the fewest slots there are however large a block is.
+# Staging memory, and how many slots there are at least and at most, whatever a block's size.
 STAGING_BYTES: Final = 64 << 20
 FEWEST_SLOTS: Final = 8
+MOST_SLOTS: Final = 512
 
 STAMPS_EVERY_S: Final = 1.0  # how old the file's recency stamps may get
 CLOSE_PATIENCE_S: Final = 2.0  # for what is queued when the store is closed
@@ -38,28 +38,9 @@ WEIGHT_OF_NEWEST: Final = 0.2
 _UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOENT})
 
 
-@dataclass(frozen=True, slots=True)
-class StoreCounts:
-    """What went through a store since it was opened.
-
-    Attributes:
-        hit_blocks: blocks read and verified.
-        written_blocks: blocks written.
-        rejected_blocks: reads that did not verify.
-        dropped_blocks: blocks that were not written since there was no room to hold them.
-        faults: errors of the disk.
-    """
-
-    hit_blocks: int = 0
-    written_blocks: int = 0
-    rejected_blocks: int = 0
-    dropped_blocks: int = 0
-    faults: int = 0
-
-
 def slots_for(extent_bytes: Sequence[int]) -> int:
     """Staging slots that a model's blocks should have."""
-    return max(FEWEST_SLOTS, STAGING_BYTES // max(extent_bytes))
+    return max(FEWEST_SLOTS, min(MOST_SLOTS, STAGING_BYTES // max(extent_bytes)))
 
 
 class BlockStore:
@@ -79,6 +60,11 @@ class BlockStore:
 
     Attributes:
         bytes_per_s: what reading and verifying was measured to take; `None` before the first.
+        hit_blocks: blocks read and verified since it was opened.
+        written_blocks: blocks written.
+        rejected_blocks: reads that did not verify.
+        dropped_blocks: blocks that were not written: no slot was free, or the disk failed.
+        faults: errors of the disk.
 
     Raises:
         OptionsError: not one block fits the limit.
@@ -112,7 +98,8 @@ class BlockStore:
         self._for_writes = len(slots) // 2  # so that writing never keeps reads from having any
         self._writing: dict[tuple[int, bytes], None] = {}  # what is in a slot on its way out
         self._reading = 0
-        self._hits = self._written = self._rejected = self._dropped = self._faults = 0
+        self.hit_blocks = self.written_blocks = self.rejected_blocks = 0
+        self.dropped_blocks = self.faults = 0
         self._faults_in_a_row = 0
         self._told: set[str] = set()
         self._stamped_at = perf_counter()
@@ -142,8 +129,15 @@ class BlockStore:
     # What it has.
 
     @property
-    def counts(self) -> StoreCounts:
-        return StoreCounts(self._hits, self._written, self._rejected, self._dropped, self._faults)
+    def counts(self) -> dict[str, int]:
+        """Its counters, as `EngineStats` names them."""
+        return {
+            "store_hit_blocks": self.hit_blocks,
+            "store_written_blocks": self.written_blocks,
+            "store_rejected_blocks": self.rejected_blocks,
+            "store_dropped_blocks": self.dropped_blocks,
+            "store_faults": self.faults,
+        }
 
     @property
     def blocks(self) -> int:
@@ -189,16 +183,12 @@ class BlockStore:
         self._writing[group, prefix.key] = None
         return BlockTransfer(group, block, self._free_slots.pop())
 
-    def drop(self) -> None:
-        """A block that it wanted is lost."""
-        self._dropped += 1
-
     def end_save(self, transfer: BlockTransfer, prefix: Prefix) -> None:
         """The block is in its slot: write it."""
         group = transfer.group
         extent = self._indexes[group].take() if self._writable else None
         if extent is None or self._thread is None:
-            self.drop()
+            self.dropped_blocks += 1
             self._let_go(group, prefix.key, transfer.slot)
             return
         length = self._layout.extent_bytes[group]
@@ -273,7 +263,7 @@ class BlockStore:
     def _take_read(self, job: ReadJob) -> int | None:
         self._reading -= 1
         if job.good and self._readable:
-            self._hits += 1
+            self.hit_blocks += 1
             if job.seconds > 0:
                 rate = job.header.length / job.seconds
                 before = self.bytes_per_s or rate
@@ -286,7 +276,7 @@ class BlockStore:
             return None  # evicted meanwhile
         index.remove(job.header.key)
         if job.fault is None and not job.good:
-            self._rejected += 1
+            self.rejected_blocks += 1
             telemetry.record(
                 "store-reject", level=logging.WARNING, group=job.group, extent=job.extent
             )
@@ -301,10 +291,10 @@ class BlockStore:
         self._let_go(job.group, job.header.key, job.slot)
         index = self._indexes[job.group]
         if job.fault is not None:
-            self.drop()
+            self.dropped_blocks += 1
             index.give(job.extent)
         else:
-            self._written += 1
+            self.written_blocks += 1
             index.add(job.extent, job.header)
             self._stamps_changed = True
 
@@ -326,7 +316,7 @@ class BlockStore:
         return PatchJob(data, self._layout.stamps_offset)
 
     def _fault(self, what: str, error: Exception) -> None:
-        self._faults += 1
+        self.faults += 1
         self._faults_in_a_row += 1
         self._tell(what, repr(error))
         if isinstance(error, OSError) and error.errno in _UNWRITABLE:

@@ -19,6 +19,8 @@ def find_match(sequence: Sequence, cache: KvCache, transfers: Transfers | None) 
         `None` if it should wait: what it can share is about to be there.
     """
     siblings = () if sequence.output_ids else sequence.request.sequences
+    if transfers is not None and any(map(transfers.is_loading, siblings)):
+        return None  # a plan copies before it loads: there is nothing to copy yet
     match = _match_sibling(sequence, siblings, cache)
     if match is not None:
         return match

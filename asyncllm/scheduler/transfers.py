@@ -126,7 +126,7 @@ class Transfers:
         if self.store.wants(group, prefix):
             transfer = self.store.begin_save(group, block, prefix)
             if transfer is None:
-                self.store.drop()
+                self.store.dropped_blocks += 1
             else:
                 self._saves.append((transfer, prefix))
 
@@ -154,6 +154,10 @@ class Transfers:
     def is_underway(self, match: Match, chain: Chain) -> bool:
         """Whether another sequence is adopting some of it: soon it will be in the pool."""
         return any((group, chain[number]) in self._expected for group, number in match.stored())
+
+    def is_loading(self, sequence: Output) -> bool:
+        """Whether the next plan puts something into the sequence's blocks."""
+        return any(fetch.adoption.sequence is sequence for fetch, _ in self._loads)
 
     def reuse(self, match: Match, chain: Chain) -> None:
         """The match is used: what is stored of it stays longest, the beginning above all."""
@@ -185,16 +189,19 @@ class Transfers:
     def abandon(self, sequence: Output) -> None:
         """The sequence's blocks are no longer its own: nothing more may be put into them."""
         adoption = self._adoptions.pop(sequence.sequence_id, None)
-        if adoption is None:
-            return
-        adoption.abandoned = True
-        adoption.wanted.clear()
-        for key in list(adoption.missing):
-            self._arrived(adoption, key)
-        for fetch, slot in self._loads:
-            if fetch.adoption is adoption:
+        if adoption is not None:
+            adoption.abandoned = True
+            adoption.wanted.clear()
+            for key in list(adoption.missing):
+                self._arrived(adoption, key)
+        # An adoption that is over may have left some to the next plan.
+        loads, self._loads = self._loads, []
+        for fetch, slot in loads:
+            if fetch.adoption.sequence is sequence:
+                self._arrived(fetch.adoption, (fetch.group, fetch.prefix))
                 self.store.free(slot)
-        self._loads = [load for load in self._loads if load[0].adoption is not adoption]
+            else:
+                self._loads.append((fetch, slot))
 
     def poll(self) -> list[Adoption]:
         """Take in what the store has done; the adoptions that are over, `failed` or not.
