@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncllm.cli import main
 from asyncllm.errors import OptionsError, StoreError
 from asyncllm.kv.prefix import Prefix
 from asyncllm.kv.store import BlockStore, read_indexes
@@ -527,6 +529,53 @@ class TestFuzz:
             for number in range(8, 12):
                 assert store.read(chain, number, group) in (None, content(group, number, size))
         store.close()
+
+
+class TestTool:
+    def test_it_says_what_is_in_a_store_reads_all_of_it_and_empties_it(
+        self, path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        store, chain = Store(path, sizes=(64, 100)), chain_of(IDS)
+        store.save(chain, range(3), 0)
+        store.save(chain, range(2), 1)
+        assert main(["store", "info", str(path), "--json"]) == 0, "also while it is in use"
+        told = json.loads(capsys.readouterr().out)
+        assert told["name"] == "tiny"
+        assert told["fingerprint"] == FINGERPRINT.hex()
+        assert told["file_bytes"] == path.stat().st_size
+        assert [group["blocks"] for group in told["groups"]] == [3, 2]
+        assert main(["store", "clear", str(path)]) == 1
+        assert "held by process" in capsys.readouterr().err
+        store.close()
+        assert main(["store", "info", str(path)]) == 0
+        assert "layer group 1      2 of 8 blocks of 100 bytes" in capsys.readouterr().out
+        assert main(["store", "verify", str(path)]) == 0
+        assert capsys.readouterr().out.startswith("5 blocks are whole, 0 are not")
+        with path.open("r+b") as file:
+            file.seek(Layout(BLOCK_TOKENS, (64, 100), 8).extent_offset(1, 0) + 7)
+            file.write(b"?")
+        assert main(["store", "verify", str(path), "--json"]) == 1
+        assert json.loads(capsys.readouterr().out) == {"whole": 4, "broken": 1}
+        size = path.stat().st_size
+        assert main(["store", "clear", str(path)]) == 0
+        assert path.stat().st_size == size
+        store = Store(path, sizes=(64, 100))
+        assert store.store.blocks == 0
+        store.close()
+
+    @pytest.mark.parametrize("action", ["info", "verify", "clear"])
+    def test_what_is_no_store_is_told_in_one_line_and_left_alone(
+        self, path: Path, action: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["store", action, str(path)]) == 1
+        assert not path.exists()
+        path.write_text("Dear reader")
+        assert main(["store", action, str(path)]) == 1
+        errors = capsys.readouterr().err.splitlines()
+        assert len(errors) == 2
+        assert "there is no such file" in errors[0]
+        assert "no block store" in errors[1]
+        assert path.read_text() == "Dear reader"
 
 
 def test_a_store_without_a_file_layer_of_its_own_uses_the_systems(path: Path) -> None:
