@@ -6,6 +6,10 @@ from asyncllm.kv.blocks import KvCache, Match
 from asyncllm.scheduler.request import Sequence, State
 from asyncllm.scheduler.transfers import Transfers
 
+# Adoptions that may fail before a sequence is computed from what the pool has. The first finds all
+# bad blocks that it reads; but what making room evicts may push out of a small store what is read.
+MOST_ADOPTIONS = 3
+
 
 def find_match(sequence: Sequence, cache: KvCache, transfers: Transfers | None) -> Match | None:
     """The blocks that a sequence is to be admitted with.
@@ -33,7 +37,7 @@ def find_match(sequence: Sequence, cache: KvCache, transfers: Transfers | None) 
         return cache.no_match("prompt_logprobs computes the whole prompt")
     most = sequence.length - 1
     chain.reach(sequence.tokens, most // cache.block_tokens)
-    if transfers is None:
+    if transfers is None or sequence.failed_adoptions >= MOST_ADOPTIONS:
         return cache.match(chain, most)
     match = transfers.match(cache, chain, most)
     return None if transfers.is_underway(match, chain) else match

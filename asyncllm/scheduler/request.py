@@ -139,6 +139,7 @@ class Sequence:
         tokens_in_flight: tokens being chosen by steps that are not committed yet.
         blocks: what it holds of the cache while it runs.
         chain: its prefixes; `None` if it takes no part in prefix reuse.
+        failed_adoptions: how often what it was to adopt turned out not to be there.
         queue_key: its place among the waiting.
     """
 
@@ -164,6 +165,7 @@ class Sequence:
         self.tokens_in_flight = 0
         self.blocks: SequenceBlocks | None = None
         self.chain: Chain | None = None
+        self.failed_adoptions = 0
         self.queue_key: QueueKey = (0, 0, 0, 0)
 
     @property

@@ -377,6 +377,7 @@ class Scheduler:
         for adoption in transfers.poll():
             sequence = adoption.sequence
             if adoption.failed:
+                sequence.failed_adoptions += 1
                 self._stop_running(sequence)
                 self._release(sequence)
                 sequence.state = State.WAITING
