@@ -8,6 +8,9 @@ import logging
 import multiprocessing
 import os
 import random
+import re
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from multiprocessing.synchronize import Event
@@ -592,3 +595,19 @@ def test_a_store_without_a_file_layer_of_its_own_uses_the_systems(path: Path) ->
     store.close()
     assert path.stat().st_size <= 1 << 20
     assert path.stat().st_mode & 0o077 == 0, "prompts are nobody else's to read"
+
+
+def test_kills_under_load_leave_a_store_that_opens_and_serves_no_wrong_byte() -> None:
+    script = Path(__file__).parent.parent / "scripts" / "crash_store.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--rounds", "10", "--seed", "7"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(script.parent.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(
+        r"10 kills: [1-9]\d* blocks whole, \d+ torn and refused, none wrong\n", done.stdout
+    )
