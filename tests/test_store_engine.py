@@ -20,6 +20,7 @@ from asyncllm.checkpoint.checkpoint import open_checkpoint
 from asyncllm.engine import EngineLoading
 from asyncllm.kv import store_file
 from asyncllm.kv.pool import KvPool
+from asyncllm.kv.store_layout import PAGE, Superblock
 from asyncllm.model.config import ModelConfig
 from asyncllm.model.identity import fingerprint
 from asyncllm.scheduler.step import BlockTransfer, LayerGroup, StepPlan
@@ -83,13 +84,19 @@ def cached(done: list[Completion]) -> int:
 
 
 def spoil(path: Path, share: float, seed: int = 0) -> None:
-    """Damage that share of a store's pages, superblocks apart."""
+    """Damage that share of a store's extents, most in their bytes and some in their headers."""
     rng = random.Random(seed)
+    layout = Superblock.find(path.read_bytes()[: 2 * PAGE]).layout
     with path.open("r+b") as file:
-        for page in range(3, os.path.getsize(path) // 4096):
-            if rng.random() < share:
-                file.seek(page * 4096 + rng.randrange(4096))
-                file.write(rng.randbytes(16))
+        for group, size in enumerate(layout.extent_bytes):
+            for extent in range(layout.extents):
+                if rng.random() < share:
+                    in_header = rng.random() < 0.2
+                    start = (layout.header_offset if in_header else layout.extent_offset)(
+                        group, extent
+                    )
+                    file.seek(start + rng.randrange(layout.header_bytes if in_header else size))
+                    file.write(rng.randbytes(1))
 
 
 async def written(engine: AsyncEngine) -> None:
