@@ -36,25 +36,29 @@ class Staging:
         import torch
 
         size = max(group.block_bytes for group in pool.groups)
+        # Whole words where all goes up in them: torch gathers and scatters element by element.
+        whole = all(
+            buffer[0].nbytes % 8 == 0
+            for group in pool.groups
+            for buffer in _buffers(pool, group.layers)
+        )
+        word = torch.int64 if whole else torch.uint8
         self._device = next(iter(pool.keys.values())).device
         self._pinned = self._device.type == "cuda"
-        self._memory = torch.empty((count, size), dtype=torch.uint8, pin_memory=self._pinned)
-        self.slots = [memoryview(row) for row in self._memory.numpy()]
+        memory = torch.empty((count, size), dtype=torch.uint8, pin_memory=self._pinned)
+        self.slots = [memoryview(row) for row in memory.numpy()]
+        self._memory = memory.view(word)
         carried = max(1, CARRIED_BYTES // size)
-        self._carrier = torch.empty((carried, size), dtype=torch.uint8, device=self._device)
-        # For each group the bytes of each block in each of its buffers, and where they go.
+        shape = (carried, self._memory.shape[1])
+        self._carrier = torch.empty(shape, dtype=word, device=self._device)
+        # For each group the words of each block in each of its buffers, and where they go.
         self._pieces: list[list[tuple[Tensor, int, int]]] = []
         for group in pool.groups:
-            buffers: list[Tensor] = []
-            for layer in group.layers:
-                buffers += [pool.keys[layer], pool.values[layer], *pool.scales.get(layer, ())]
             pieces, start = [], 0
-            for buffer in buffers:
-                flat = buffer.flatten(1).view(torch.uint8)
+            for buffer in _buffers(pool, group.layers):
+                flat = buffer.flatten(1).view(word)
                 pieces.append((flat, start, start + flat.shape[1]))
                 start += flat.shape[1]
-            if start != group.block_bytes:
-                raise ValueError(f"a block has {start} bytes, {group.block_bytes} are expected")
             self._pieces.append(pieces)
 
     def save(self, transfers: Sequence[BlockTransfer]) -> None:
@@ -91,3 +95,12 @@ class Staging:
                 blocks = torch.tensor([t.block for t in part], pin_memory=self._pinned)
                 parts.append((group, part, blocks.to(self._device, non_blocking=True)))
         return parts
+
+
+def _buffers(pool: KvPool, layers: Sequence[int]) -> list[Tensor]:
+    """K, V and scales of some layers, in the order of a slot's bytes."""
+    return [
+        buffer
+        for layer in layers
+        for buffer in (pool.keys[layer], pool.values[layer], *pool.scales.get(layer, ()))
+    ]
