@@ -206,7 +206,8 @@ class EngineThread:
         if orderly:
             for submission in list(self._open.values()):
                 self._end(submission, EngineClosedError("the engine was closed"))
-            self._save_what_is_left()
+            with contextlib.suppress(StepInterrupted):
+                self._save_what_is_left()
         del self._scheduler, self._runner
         parts.close()
         self._published = {
@@ -369,13 +370,12 @@ class EngineThread:
 
     def _save_what_is_left(self) -> None:
         """Let the block store have, in bounded time, what the last requests leave behind."""
-        self._finish_outstanding()
+        if self._scheduler.transfers is None:
+            return
+        if self._outstanding is not None:
+            self._scheduler.commit(self._runner.collect(self._outstanding), {})
         until = time.perf_counter() + SAVE_AT_END_S
-        transfers = self._scheduler.transfers
-        while transfers is not None and self._scheduler.has_work:
-            left = until - time.perf_counter()
-            if left <= 0:
-                break
+        while self._scheduler.has_work and (left := until - time.perf_counter()) > 0:
             plan = self._scheduler.plan()
             if not isinstance(plan, NoPlan):
                 self._scheduler.commit(self._runner.collect(self._runner.submit(plan)), {})

@@ -252,7 +252,7 @@ def _open_store(options: EngineOptions, pool: KvPool, identity: bytes, name: str
         raise OptionsError("kv_store: a path is needed")
     sizes = [group.block_bytes for group in pool.groups]
     return BlockStore(
-        Path(options.kv_store),
+        Path(options.kv_store).expanduser(),
         fingerprint=identity,
         name=name,
         block_tokens=options.block_tokens,

@@ -29,6 +29,7 @@ from asyncllm.kv.store_thread import Job, ReadJob, perform
 from asyncllm.scheduler import transfers as transfers_module
 from asyncllm.scheduler.request import Request, State
 from asyncllm.scheduler.scheduler import NoPlan
+from asyncllm.scheduler.step import StepPlan
 from asyncllm.scheduler.transfers import RETRY_AFTER
 from tests.fake_runner import Engine
 from tests.store_disks import MemoryDisk
@@ -190,6 +191,31 @@ class TestAdoption:
         engine.before_step = stored.thread.work
         assert answered(engine, PROMPT).sequences[0].cached_tokens == 20
         assert len(stored.store._free_slots) == 4
+
+    def test_nothing_is_loaded_for_a_sequence_that_is_preempted_before_it_runs(self) -> None:
+        """Its blocks were read, and the same plan takes them away from it."""
+        stored = Stored()
+        answered(stored.engine(), PROMPT)
+        stored.store.close()
+        engine = stored.engine(work=lambda: 0, capacity=(8,), max_seqs=2, slots=16)
+        older = engine.request([7, 7, 7], 20, end=-1, ignore_eos=True)
+        engine.step()
+        request = engine.request(PROMPT)
+        states = []
+        while older.sequences[0].submitted < 8:  # then it needs a third block
+            engine.step()
+        states.append(request.sequences[0].state)
+        stored.thread.work()
+        plan = engine.step()
+        states.append(request.sequences[0].state)
+        assert states == [State.ADOPTING, State.PREEMPTED]
+        assert isinstance(plan, StepPlan) and not plan.loads
+        engine.scheduler.check()
+        engine.before_step = stored.thread.work
+        engine.run()
+        for each in (older, request):
+            verify(engine, each)
+        assert len(stored.store._free_slots) == 16
 
     @pytest.mark.parametrize("bad", range(5))
     def test_a_bad_block_shortens_the_prefix(self, bad: int) -> None:

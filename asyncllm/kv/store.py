@@ -30,7 +30,7 @@ FEWEST_SLOTS: Final = 8
 MOST_SLOTS: Final = 512
 
 STAMPS_EVERY_S: Final = 1.0  # how old the file's recency stamps may get
-CLOSE_PATIENCE_S: Final = 2.0  # for what is queued when the store is closed
+CLOSE_PATIENCE_S: Final = 1.5  # for what is queued when the store is closed
 MOST_FAULTS: Final = 3  # in a row, after which the store is given up
 WEIGHT_OF_NEWEST: Final = 0.2
 
@@ -243,11 +243,10 @@ class BlockStore:
         if self._thread is not None:
             self._thread.wake = wake
 
-    def give_up(self, reason: str) -> None:
-        """Read and write no more."""
-        if self._readable:
-            self._readable = self._writable = False
-            self._tell("disabled", reason)
+    def give_up(self, error: Exception) -> None:
+        """Count a fault after which nothing is read or written any more."""
+        self._fault("disabled", error)
+        self._readable = self._writable = False
 
     def close(self) -> None:
         """Write what is queued, in bounded time, and let go of the file. Idempotent."""
@@ -277,9 +276,7 @@ class BlockStore:
         index.remove(job.header.key)
         if job.fault is None and not job.good:
             self.rejected_blocks += 1
-            telemetry.record(
-                "store-reject", level=logging.WARNING, group=job.group, extent=job.extent
-            )
+            self._tell("verify", f"extent {job.extent} of group {job.group} is damaged")
             if self._writable and self._thread is not None:
                 index.give(job.extent)
                 place = self._layout.header_offset(job.group, job.extent)
@@ -322,7 +319,8 @@ class BlockStore:
         if isinstance(error, OSError) and error.errno in _UNWRITABLE:
             self._writable = False
         elif self._faults_in_a_row >= MOST_FAULTS:
-            self.give_up(f"{MOST_FAULTS} faults in a row, the last: {error!r}")
+            self._readable = self._writable = False
+            self._tell("disabled", f"{MOST_FAULTS} faults in a row")
 
     def _tell(self, what: str, error: str) -> None:
         """One record for each kind of fault, however often it comes."""

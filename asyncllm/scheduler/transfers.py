@@ -227,7 +227,7 @@ class Transfers:
             if not adoption.settled and now - adoption.moved_at > PATIENCE_S
         ]
         if late:
-            self.store.give_up(f"the disk gave no block for {PATIENCE_S} s")
+            self.store.give_up(TimeoutError(f"the disk gave no block for {PATIENCE_S} s"))
             for adoption in late:
                 adoption.failed = True
         for adoption in over:
