@@ -217,6 +217,26 @@ class TestAdoption:
             verify(engine, each)
         assert len(stored.store._free_slots) == 16
 
+    def test_nothing_is_forked_from_blocks_that_are_only_about_to_be_loaded(self) -> None:
+        """A plan copies before it loads."""
+        stored = Stored()
+        engine = stored.engine(capacity=(8,), max_seqs=2, slots=16)
+        older = engine.request([7, 7, 7], 28, end=-1, ignore_eos=True)
+        engine.step()
+        request = engine.request([5] * 7, 20, n=2, end=-1, ignore_eos=True)
+        first, second = request.sequences
+        while first.state is not State.PREEMPTED:
+            engine.step()
+        assert first.length > 12, "more than the prompt is stored"
+        while not older.done:
+            engine.step()
+        while second.state is State.WAITING:
+            engine.step()
+        assert stored.store.hit_blocks > 1
+        assert engine.runner.copies == 1, "the second forked the first"
+        engine.run()
+        verify(engine, request)
+
     @pytest.mark.parametrize("bad", range(5))
     def test_a_bad_block_shortens_the_prefix(self, bad: int) -> None:
         stored = Stored()
