@@ -111,7 +111,7 @@ async def main() -> None:
         }
         lengths = [int(part) for part in arguments.lengths.split(",") if part]
         await restarts(arguments.model, lengths, arguments.rounds, options)
-        for sequences in arguments.sequences.split(","):
+        for sequences in filter(None, arguments.sequences.split(",")):
             await decoding(arguments.model, arguments.rounds, int(sequences), options)
 
 

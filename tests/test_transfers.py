@@ -332,7 +332,7 @@ class TestAdoption:
         assert stored.store.hit_blocks == 0
         other = _chain(stored.engine(), PROMPT)  # of a file that has all, in a pool without any
         engine = stored.engine(seconds=lambda plan: 1e-6)
-        answered(engine, [2, 2, 2, 2, 2, 2])
+        answered(engine, [2, 2, 2])
         stored.store.bytes_per_s = 1000.0
         transfers = engine.scheduler.transfers
         assert transfers is not None

@@ -119,6 +119,7 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._refused_at: tuple[Sequence, int] | None = None
+        self._retried_growth = False  # since rows were planned last: a plan may only move blocks
 
     @property
     def has_work(self) -> bool:
@@ -196,7 +197,6 @@ class Scheduler:
         ahead = bool(self._steps_out)
         if len(self._steps_out) > 1:
             raise InvariantError("two steps are outstanding; commit one before planning")
-        retried = False
         if self.transfers is not None:
             self._end_adoptions(self.transfers)
         while True:
@@ -223,10 +223,11 @@ class Scheduler:
                 return NoPlan.AWAIT_STORE
             if not self._queue:
                 self.decode_mode, self.decode_mode_reason = "idle", ""
+                self._retried_growth = False
                 return NoPlan.IDLE
-            if retried or not self.cache.retry_growth():
+            if self._retried_growth or not self.cache.retry_growth():
                 self._give_up(self._queue[0])
-            retried = True
+            self._retried_growth = True
 
     def live(self, result: RowResult) -> Sequence | None:
         """The sequence a result is for; `None` if it ended or was preempted meanwhile."""
@@ -261,7 +262,7 @@ class Scheduler:
             else:
                 stop = stops.get(sequence.sequence_id)
                 emissions += self._advance(sequence, row, row_result, stop)
-        if plan.rows:
+        if plan.rows and not (plan.saves or plan.loads):
             decodes = sum(map(is_decode, plan.rows))
             self.chunk.observe(plan.prompt_rows, decodes, result.model_s)
         self._record(step, result)
@@ -423,6 +424,7 @@ class Scheduler:
         self, chosen: list[tuple[Sequence, int]], started: int, reserve_ns: int, admission_ns: int
     ) -> StepPlan:
         rows = tuple(sequence.next_row(count) for sequence, count in chosen)
+        self._retried_growth = self._retried_growth and not rows
         self.decode_mode, self.decode_mode_reason = self._mode(rows)
         transfers = self.transfers
         plan = StepPlan(

@@ -27,7 +27,7 @@ from asyncllm.scheduler.step import BlockTransfer, LayerGroup, StepPlan
 # What is saved at the head of a step with rows: copying more would be felt.
 SAVED_BYTES_A_STEP: Final = 2 << 20
 
-# For how long a sequence waits for a disk that gives no block.
+# For how long sequences wait for a disk that gives no block.
 PATIENCE_S: Final = 5.0
 
 # Adoptions that computing was faster than, after which one is tried all the same: disks and what
@@ -51,7 +51,6 @@ class Adoption:
         reading: blocks being read.
         failed: whether one of them was not there; the sequence is to be matched anew.
         abandoned: whether the sequence needs it no more.
-        moved_at: when something of it last arrived.
     """
 
     sequence: Output
@@ -61,7 +60,6 @@ class Adoption:
     reading: int = 0
     failed: bool = False
     abandoned: bool = False
-    moved_at: float = 0.0
 
     @property
     def settled(self) -> bool:
@@ -103,6 +101,7 @@ class Transfers:
         self._loads: list[tuple[_Fetch, int]] = []  # for the next plan: a block from a slot
         self._adoptions: dict[int, Adoption] = {}  # by sequence id
         self._expected: dict[_Key, Adoption] = {}  # what is about to be in the pool
+        self._moved_at = 0.0  # when a read last ended, or had nothing before it
         self._refused = 0
 
     # What waits.
@@ -177,12 +176,14 @@ class Transfers:
         blocks, chain = sequence.blocks, sequence.chain
         if blocks is None or chain is None:
             raise InvariantError(f"sequence {sequence.sequence_id} adopts without blocks")
-        adoption = Adoption(sequence, match, moved_at=perf_counter())
+        adoption = Adoption(sequence, match)
         for group, number in match.stored():
             block = blocks.entry(group, cache.rings[group], number)
             adoption.wanted.append(_Fetch(adoption, group, block, chain[number]))
             adoption.missing.add((group, chain[number]))
             self._expected[group, chain[number]] = adoption
+        if not self._adoptions:
+            self._moved_at = perf_counter()
         self._adoptions[sequence.sequence_id] = adoption
         self._ask()
 
@@ -212,7 +213,7 @@ class Transfers:
         for fetch, slot in self.store.poll():
             adoption: Adoption = fetch.adoption
             adoption.reading -= 1
-            adoption.moved_at = now
+            self._moved_at = now
             if slot is not None and not adoption.abandoned:
                 self._loads.append((fetch, slot))
             elif slot is None:
@@ -220,20 +221,17 @@ class Transfers:
             else:
                 self.store.free(slot)
         self._ask()
-        over = [adoption for adoption in self._adoptions.values() if adoption.settled]
-        late = [
-            adoption
-            for adoption in self._adoptions.values()
-            if not adoption.settled and now - adoption.moved_at > PATIENCE_S
-        ]
-        if late:
+        adoptions = list(self._adoptions.values())
+        if now - self._moved_at > PATIENCE_S and not all(each.settled for each in adoptions):
             self.store.give_up(TimeoutError(f"the disk gave no block for {PATIENCE_S} s"))
-            for adoption in late:
+            for adoption in adoptions:
                 adoption.failed = True
+            return adoptions
+        over = [adoption for adoption in adoptions if adoption.settled]
         for adoption in over:
             if not adoption.failed:
                 del self._adoptions[adoption.sequence.sequence_id]
-        return over + late
+        return over
 
     def _ask(self) -> None:
         """Have read what slots are free for, for the oldest first."""
