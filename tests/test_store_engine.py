@@ -262,6 +262,8 @@ class TestIdentity:
         assert len(base) == 16
         assert base == of(path) == of(path, context_length=100)
         long = tiny("phi3-longrope")
+        shape = TINY_MODELS["llama"]
+        wordless = write_gguf(build(shape), shape, path.with_name("wordless.gguf"))
         others = [
             of(path, kv_dtype="float32"),
             of(path, block_tokens=32),
@@ -271,6 +273,7 @@ class TestIdentity:
             of(tiny("llama", metadata=(("rope.freq_base", 5000.0),))),
             of(tiny("mistral-wide")),
             of(tiny("mistral-wide", metadata=(("attention.sliding_window", 32),))),
+            of(wordless),
             of(long, context_length=64),
             of(long, context_length=65),
         ]

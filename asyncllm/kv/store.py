@@ -93,7 +93,6 @@ class BlockStore:
             )
         self.path = path
         self.bytes_per_s: float | None = None
-        self._slots = slots
         self._free_slots = list(range(len(slots)))
         self._for_writes = len(slots) // 2  # so that writing never keeps reads from having any
         self._writing: dict[tuple[int, bytes], None] = {}  # what is in a slot on its way out
@@ -107,7 +106,6 @@ class BlockStore:
         self._readable, self._writable = False, False
         self._indexes: list[ExtentIndex] = []
         self._thread: StoreThread | None = None
-        self._file: StoreFile | None = None
         try:
             file, superblock = open_file(
                 path, Superblock(fingerprint, name, layout), mode=mode, reset=reset, layer=layer
@@ -115,14 +113,13 @@ class BlockStore:
         except (NotAStore, OSError) as error:
             self._fault("open", error)
             return
-        self._layout, self._fingerprint = superblock.layout, fingerprint
+        self._layout = superblock.layout
         try:
             self._indexes = read_indexes(file, superblock)
         except OSError as error:
             file.close()
             self._fault("open", error)
             return
-        self._file = file
         self._thread = StoreThread(file, self._layout, fingerprint, slots)
         self._readable, self._writable = True, mode == "rw"
 
@@ -304,9 +301,8 @@ class BlockStore:
         if not self._stamps_changed or now - self._stamped_at < STAMPS_EVERY_S:
             return
         self._stamped_at, self._stamps_changed = now, False
-        if self._thread is None or self._file is None or not self._writable:
-            return
-        self._thread.put(self._stamps())
+        if self._thread is not None and self._writable:
+            self._thread.put(self._stamps())
 
     def _stamps(self) -> PatchJob:
         data = b"".join(index.stamps.tobytes() for index in self._indexes)

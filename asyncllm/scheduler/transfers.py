@@ -25,7 +25,7 @@ from asyncllm.scheduler.request import Sequence as Output
 from asyncllm.scheduler.step import BlockTransfer, LayerGroup, StepPlan
 
 # What is saved at the head of a step with rows: copying more would be felt.
-SAVED_BYTES_A_STEP: Final = 2 << 20
+SAVED_BYTES_A_STEP: Final = 8 << 20
 
 # For how long sequences wait for a disk that gives no block.
 PATIENCE_S: Final = 5.0
