@@ -185,6 +185,7 @@ def _build(
                     "widen_weights": options.widen_weights,
                     "kv_dtype": str(kv_dtype),
                     "kv_layout": backend.kv_layout,
+                    "deterministic": backend.deterministic,
                     "block_bytes": [group.block_bytes for group in groups],
                 }
                 identity = fingerprint(

@@ -136,7 +136,8 @@ async def test_tokens_are_those_of_an_engine_without_a_store(
     async with load(model, store, **more) as engine:
         found = await answers(engine)
         assert tokens(found) == expected, "and what was made good of it"
-        assert cached(found) > 0.8 * sum(map(len, prompts()))
+        # Damage to what nobody had to read, as blocks before a window, shows only now.
+        assert cached(found) > 0.5 * sum(map(len, prompts()))
 
 
 async def test_after_a_restart_only_the_tail_is_computed(
