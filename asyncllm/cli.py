@@ -1,4 +1,4 @@
-"""The command line: `asyncllm run`, `info` and `bench`. One more caller of the public API."""
+"""The command line: `asyncllm run`, `info`, `bench` and `store`. A caller of the public API."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from asyncllm.engine import AsyncEngine
 from asyncllm.errors import AsyncLLMError, RequestError
 from asyncllm.generation import Generation
 from asyncllm.info import LoadProgress
+from asyncllm.kv import store_tool
 from asyncllm.options import EngineOptions, SamplingParams
 from asyncllm.version import __version__
 
@@ -55,7 +56,12 @@ SAMPLING_FLAGS: dict[str, type] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parsers = {"run": _run_parser(), "info": _info_parser(), "bench": _bench_parser()}
+    parsers = {
+        "run": _run_parser(),
+        "info": _info_parser(),
+        "bench": _bench_parser(),
+        "store": _store_parser(),
+    }
     chosen = _parser(list(parsers)).parse_args(argv)
     # Intermixed: an option may stand between MODEL and PROMPT.
     arguments = parsers[chosen.command].parse_intermixed_args(chosen.arguments)
@@ -82,7 +88,8 @@ def _parser(commands: list[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "command",
         choices=commands,
-        help="run streams an answer, info describes, bench measures how fast it is",
+        help="run streams an answer, info describes, bench measures how fast it is, "
+        "store looks after a block store",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see asyncllm COMMAND --help")
     return parser
@@ -165,6 +172,19 @@ def _bench_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_flags(parser, BENCH_FLAGS)
     parser.set_defaults(run=_bench)
+    return parser
+
+
+def _store_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncllm store",
+        description="Look after the file of a block store (EngineOptions.kv_store): info says what "
+        "is in it, verify reads all of it, clear empties it.",
+    )
+    parser.add_argument("action", choices=["info", "verify", "clear"])
+    parser.add_argument("path", metavar="PATH", type=Path, help="the file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_store)
     return parser
 
 
@@ -312,6 +332,37 @@ async def _info(arguments: argparse.Namespace) -> int:
             print(f"{'note':18} {note}")
         for stage in info.load_stages:
             print(f"{'load: ' + stage.name:18} {stage.seconds:8.3f} s")
+    return 0
+
+
+async def _store(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.path
+    if arguments.action == "clear":
+        await asyncio.to_thread(store_tool.clear, path)
+        return 0
+    if arguments.action == "verify":
+        whole, broken = await asyncio.to_thread(store_tool.verify, path)
+        if arguments.json:
+            print(json.dumps({"whole": whole, "broken": broken}))
+        else:
+            print(f"{whole} blocks are whole, {broken} are not and will never be used")
+        return 1 if broken else 0
+    content = await asyncio.to_thread(store_tool.content, path)
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(content), indent=2))
+        return 0
+    rows = {
+        "model": content.name,
+        "fingerprint": content.fingerprint,
+        "size at most": f"{content.file_bytes / 1e6:,.1f} MB",
+        "tokens in a block": str(content.block_tokens),
+    }
+    for number, group in enumerate(content.groups):
+        rows[f"layer group {number}"] = (
+            f"{group.blocks:,} of {group.extents:,} blocks of {group.extent_bytes:,} bytes"
+        )
+    for label, value in rows.items():
+        print(f"{label:18} {value}")
     return 0
 
 

@@ -6,6 +6,7 @@ wait for each other.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import queue
 import threading
@@ -24,6 +25,7 @@ from asyncllm.scheduler.scheduler import Emission, NoPlan, Scheduler
 from asyncllm.scheduler.step import Runner, StepInterrupted, Ticket, TokenLogprob
 
 IDLE_LOOK_S = 0.5  # how often an idle thread looks whether anybody is still there
+SAVE_AT_END_S = 2.0  # for what the block store has not got yet when the engine is closed
 
 
 class TextStream(Protocol):
@@ -125,6 +127,7 @@ class EngineThread:
         self._events: list[Event] = []
         self._outstanding: Ticket | None = None
         self._closing = False
+        self._awaits_store = False
         self._host_s = 0.0
         self._waited_s = 0.0  # in this turn
         self._received = self._finished = self._cancelled = self._failed = 0
@@ -190,6 +193,9 @@ class EngineThread:
     def _take_over(self, build: Callable[[Loading], Parts]) -> None:
         self._parts = build(self)
         self._scheduler, self._runner = self._parts.scheduler, self._parts.runner
+        if self._scheduler.transfers is not None:
+            # A step may be waiting for it, or a block for a slot.
+            self._scheduler.transfers.store.on_progress(lambda: self._commands.put(None))
         self._publish()
         self._mailbox.post_loaded(self._parts.face)
 
@@ -200,6 +206,8 @@ class EngineThread:
         if orderly:
             for submission in list(self._open.values()):
                 self._end(submission, EngineClosedError("the engine was closed"))
+            with contextlib.suppress(StepInterrupted):
+                self._save_what_is_left()
         del self._scheduler, self._runner
         parts.close()
         self._published = {
@@ -215,8 +223,10 @@ class EngineThread:
     def _loop(self) -> None:
         while True:
             started = time.perf_counter()
-            busy = self._scheduler.has_work or self._outstanding is not None
+            has_work = self._scheduler.has_work and not self._awaits_store
+            busy = has_work or self._outstanding is not None
             self._take_commands(wait=not busy)
+            self._awaits_store = False
             if not busy:  # what went by until a command came is nobody's work
                 started = time.perf_counter()
             if self.should_stop() or self._mailbox.is_gone():
@@ -241,7 +251,8 @@ class EngineThread:
 
     def _take_commands(self, *, wait: bool) -> None:
         if wait:
-            self._scheduler.check()
+            if not self._awaits_store:
+                self._scheduler.check()
             try:
                 self._take(self._commands.get(timeout=self._patience()))
             except queue.Empty:
@@ -343,7 +354,8 @@ class EngineThread:
             self._finish_outstanding()
             plan = self._scheduler.plan()
         if isinstance(plan, NoPlan):
-            if self._outstanding is None and self._scheduler.has_work:
+            self._awaits_store = plan is NoPlan.AWAIT_STORE
+            if self._outstanding is None and self._scheduler.has_work and not self._awaits_store:
                 raise RuntimeError(f"the scheduler has work but plans none ({plan.name})")
             self._finish_outstanding()
             return
@@ -355,6 +367,21 @@ class EngineThread:
         else:
             self._finish_outstanding()
             self._finish(self._runner.submit(plan))
+
+    def _save_what_is_left(self) -> None:
+        """Let the block store have, in bounded time, what the last requests leave behind."""
+        if self._scheduler.transfers is None:
+            return
+        if self._outstanding is not None:
+            self._scheduler.commit(self._runner.collect(self._outstanding), {})
+        until = time.perf_counter() + SAVE_AT_END_S
+        while self._scheduler.has_work and (left := until - time.perf_counter()) > 0:
+            plan = self._scheduler.plan()
+            if not isinstance(plan, NoPlan):
+                self._scheduler.commit(self._runner.collect(self._runner.submit(plan)), {})
+            elif plan is NoPlan.AWAIT_STORE:
+                with contextlib.suppress(queue.Empty):
+                    self._commands.get(timeout=left)
 
     def _finish_outstanding(self) -> None:
         if self._outstanding is not None:
@@ -423,6 +450,10 @@ class EngineThread:
         events, self._events = self._events, []
         return self._mailbox.post(events)
 
+    def _store_counts(self) -> dict[str, int]:
+        transfers = self._scheduler.transfers
+        return {} if transfers is None else transfers.store.counts
+
     def _publish(self) -> None:
         scheduler, cache = self._scheduler, self._scheduler.cache
         total, used, cached, free, growths = cache.counts()
@@ -447,6 +478,7 @@ class EngineThread:
             "kv_pool_bytes": self._loaded.pool_bytes(),
             "kv_pool_growths": growths,
             "prefix_hit_tokens": cache.prefix_hit_tokens,
+            **self._store_counts(),
             "decode_mode": scheduler.decode_mode,
             "decode_mode_reason": scheduler.decode_mode_reason,
             "launch_failures": scheduler.launch_failures,

@@ -45,7 +45,7 @@ class Timings:
     """Seconds of a request, from the moment it was made.
 
     Attributes:
-        queued_s: until it was admitted.
+        queued_s: until it was admitted, and had what it reuses of the block store.
         prefill_s: from admission until its first token.
         first_token_s: until its first token; `None` if none came.
         total_s: until it ended.

@@ -89,7 +89,8 @@ class EngineStats:
         received: requests that reached the engine thread since loading.
         waiting: requests that wait for admission, the preempted ones among them.
         running: sequences admitted and not ended; `prefilling` and `decoding` of them.
-        prefilling: running sequences whose prompt (or recomputed prefix) is being computed.
+        prefilling: running sequences whose prompt (or recomputed prefix) is being computed, or
+            read from the block store.
         decoding: running sequences that produce tokens.
         admitted: sequences admitted, first time.
         preempted: times a sequence was preempted.
@@ -111,7 +112,7 @@ class EngineStats:
         store_hit_blocks: blocks read from the block store.
         store_written_blocks: blocks written to it.
         store_rejected_blocks: reads that failed verification.
-        store_dropped_blocks: writes dropped because the queue was full.
+        store_dropped_blocks: blocks not written: no slot was free, or the disk failed.
         store_faults: I/O faults of the store.
         decode_mode: form of the newest step.
         decode_mode_reason: why not the faster form.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncllm.kv.pool import KvPool
+    from asyncllm.kv.store import BlockStore
     from asyncllm.model.config import ModelConfig
     from asyncllm.runner.backend import Backend
 
@@ -119,8 +120,10 @@ def _build(
     from asyncllm.kv.pool import KvPool
     from asyncllm.model.causal_lm import CausalLM
     from asyncllm.model.config import ModelConfig
+    from asyncllm.model.identity import fingerprint
     from asyncllm.scheduler.chunking import ChunkPolicy
     from asyncllm.scheduler.scheduler import Scheduler
+    from asyncllm.scheduler.transfers import Transfers
     from asyncllm.text.stream import TextStream
     from asyncllm.text.tokenizer import Tokenizer
 
@@ -173,6 +176,24 @@ def _build(
             )
             unfinished.callback(runner.close)
             del causal_lm  # where the weights were packed anew, the checkpoint's are let go
+        transfers: Transfers | None = None
+        identity = _name(checkpoint).encode()  # enough for blocks that never leave this engine
+        if options.kv_store is not None:
+            with stages.stage("kv-store"):
+                settings = {
+                    "block_tokens": options.block_tokens,
+                    "widen_weights": options.widen_weights,
+                    "kv_dtype": str(kv_dtype),
+                    "kv_layout": backend.kv_layout,
+                    "deterministic": backend.deterministic,
+                    "block_bytes": [group.block_bytes for group in groups],
+                }
+                identity = fingerprint(
+                    checkpoint, config, context_length=context_length, **settings
+                )
+                store = _open_store(options, pool, identity, _name(checkpoint))
+                unfinished.callback(store.close)
+                transfers = Transfers(store, groups, lambda: chunk.prompt_rate)
         with stages.stage("warm-up"):
             _throwaway_steps(runner, pool, min(WARM_UP_ROWS, chunk.maximum, context_length - 1))
         info = _info(checkpoint, config, options, backend, kv_dtype, groups, context_length, stages)
@@ -183,8 +204,9 @@ def _build(
         block_tokens=options.block_tokens,
         max_chunk=chunk.maximum,
         grow=runner.grow,
-        fingerprint=info.name.encode(),  # the blocks never leave this engine
+        fingerprint=identity,
         prefix_cache=options.prefix_cache,
+        below=transfers,
     )
     scheduler = Scheduler(
         cache,
@@ -192,7 +214,14 @@ def _build(
         context_length=context_length,
         chunk=chunk,
         decode_refusal=runner.decode_refusal,
+        transfers=transfers,
     )
+
+    def close() -> None:
+        if transfers is not None:
+            transfers.store.close()
+        runner.close()
+
     stages.report("ready")
     return Parts(
         face=Face(info, tokenizer, defaults),
@@ -201,16 +230,39 @@ def _build(
         new_text=lambda params: TextStream(tokenizer, params),
         token_text=lambda token: tokenizer.token_bytes(token).decode("utf-8", "replace"),
         pool_bytes=lambda: pool.pool_bytes,
-        close=runner.close,
+        close=close,
     )
 
 
 def _refuse_what_is_not_there(options: EngineOptions) -> None:
-    """Options for parts that do not exist yet are errors, not silently without effect."""
-    if options.kv_store is not None:
-        raise OptionsError(f"kv_store={options.kv_store!r}: there is no block store yet; use None")
+    """Options that would be without effect are errors."""
+    if options.kv_store is not None and not options.prefix_cache:
+        raise OptionsError("kv_store: what is stored is prefixes; it needs prefix_cache=True")
     if options.dtype not in ("auto", "float32"):
         raise OptionsError(f'dtype={options.dtype!r}: accepted are "auto" and "float32" so far')
+
+
+def _name(checkpoint: Checkpoint) -> str:
+    return checkpoint.get("general.name", str, Path(checkpoint.path).stem)
+
+
+def _open_store(options: EngineOptions, pool: KvPool, identity: bytes, name: str) -> BlockStore:
+    from asyncllm.kv.store import BlockStore, slots_for
+
+    if options.kv_store is None:
+        raise OptionsError("kv_store: a path is needed")
+    sizes = [group.block_bytes for group in pool.groups]
+    return BlockStore(
+        Path(options.kv_store).expanduser(),
+        fingerprint=identity,
+        name=name,
+        block_tokens=options.block_tokens,
+        extent_bytes=sizes,
+        limit_bytes=options.kv_store_bytes,
+        slots=pool.stage(slots_for(sizes)).slots,
+        mode=options.kv_store_mode,
+        reset=options.kv_store_reset,
+    )
 
 
 def _sizes(config: ModelConfig, backend: Backend) -> dict[str, Any]:
@@ -318,7 +370,7 @@ def _info(
     tensors = checkpoint.tensors.values()
     full = [g.capacity * options.block_tokens for g in groups if g.window is None]
     return ModelInfo(
-        name=checkpoint.get("general.name", str, Path(checkpoint.path).stem),
+        name=_name(checkpoint),
         architecture=checkpoint.architecture,
         parameters=sum(math.prod(tensor.shape) for tensor in tensors),
         formats=dict(Counter(tensor.format.name for tensor in tensors).most_common()),

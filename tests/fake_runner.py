@@ -1,24 +1,27 @@
 """A runner without a model: tokens are a function of history, and the cache is verified.
 
-It keeps, for every block, which token of which history was written where, executes the copies,
-and looks at everything a row's queries would see.
+It keeps, for every block, which token of which history was written where, executes the copies and
+transfers, and looks at everything a row's queries would see.
 """
 
 from __future__ import annotations
 
 import random
+import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from asyncllm.kv.blocks import KvCache
+from asyncllm.kv.store import BlockStore
 from asyncllm.options import SamplingParams
 from asyncllm.scheduler.chunking import ChunkPolicy
 from asyncllm.scheduler.request import Request, State
 from asyncllm.scheduler.request import Sequence as Output
 from asyncllm.scheduler.scheduler import Emission, NoPlan, Scheduler
 from asyncllm.scheduler.step import (
+    BlockTransfer,
     DecodeMode,
     LayerGroup,
     Row,
@@ -28,9 +31,11 @@ from asyncllm.scheduler.step import (
     TokenLogprob,
     is_decode,
 )
+from asyncllm.scheduler.transfers import Transfers
 
 END = 0
 VOCABULARY = 50
+CELL = struct.Struct("<qQ")
 Cell = tuple[int, int]
 """(position, hash of all tokens up to it): what K/V at a position depends on."""
 
@@ -96,6 +101,7 @@ class FakeRunner:
         self.launch_failures: list[str] = []
         self.copies = self.growth_calls = 0
         self.scored_rows = 0
+        self.slots: Sequence[memoryview] = ()  # of a block store
         self._groups = groups
         self._size = block_tokens
         self._vocabulary = vocabulary
@@ -107,11 +113,13 @@ class FakeRunner:
         self._tickets = 0
 
     def submit(self, plan: StepPlan) -> int:
+        self._save(plan.saves)
         for copy in plan.copies:
             cells = self._cells[copy.group]
             assert copy.source != copy.target
             cells[copy.target] = list(cells[copy.source])
             self.copies += 1
+        self._load(plan.loads)
         assert len({row.sequence_id for row in plan.rows}) == len(plan.rows)
         written: dict[tuple[int, int], int] = {}
         for row in plan.rows:
@@ -150,6 +158,17 @@ class FakeRunner:
 
     def close(self) -> None:
         self._results.clear()
+
+    def _save(self, saves: Sequence[BlockTransfer]) -> None:
+        for save in saves:
+            cells = self._cells[save.group][save.block]
+            data = b"".join(CELL.pack(*(cell or (-1, 0))) for cell in cells)
+            self.slots[save.slot][: len(data)] = data
+
+    def _load(self, loads: Sequence[BlockTransfer]) -> None:
+        for load in loads:
+            data = self.slots[load.slot][: CELL.size * self._size]
+            self._cells[load.group][load.block] = list(CELL.iter_unpack(data))
 
     def _history(self, row: Row) -> _History:
         history = self._histories.get(row.sequence_id)
@@ -234,9 +253,12 @@ class Engine:
         policy: ChunkPolicy | None = None,
         seconds: Callable[[StepPlan], float] = lambda plan: 0.001,
         refusals: Mapping[DecodeMode, str] | None = None,
+        store: Callable[[Sequence[int], Sequence[memoryview]], BlockStore] | None = None,
+        slots: int = 4,
     ) -> None:
+        block_bytes = CELL.size * block_tokens
         groups = [
-            LayerGroup(window, (index,), 1, blocks)
+            LayerGroup(window, (index,), block_bytes, blocks)
             for index, (window, blocks) in enumerate(zip(windows, capacity, strict=True))
         ]
         self.runner = FakeRunner(
@@ -249,6 +271,11 @@ class Engine:
         )
         self.runner.decode_refusals |= refusals or {}
         self.policy = policy or ChunkPolicy(chunk, 1e9)
+        transfers = None
+        if store is not None:
+            self.runner.slots = [memoryview(bytearray(block_bytes)) for _ in range(slots)]
+            opened = store([block_bytes] * len(groups), self.runner.slots)
+            transfers = Transfers(opened, groups, lambda: self.policy.prompt_rate)
         self.cache = KvCache(
             groups,
             block_tokens=block_tokens,
@@ -256,6 +283,7 @@ class Engine:
             grow=self.runner.grow,
             fingerprint=b"fake",
             prefix_cache=prefix_cache,
+            below=transfers,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -263,7 +291,9 @@ class Engine:
             context_length=context_length,
             chunk=self.policy,
             decode_refusal=self.runner.decode_refusal,
+            transfers=transfers,
         )
+        self.before_step: Callable[[], object] = lambda: None
         self.requests: list[Request] = []
         self.plans: list[StepPlan] = []
         self.emissions: list[Emission] = []
@@ -308,6 +338,7 @@ class Engine:
 
     def step(self) -> StepPlan | NoPlan:
         """One turn of the engine's loop."""
+        self.before_step()
         plan = self._plan()
         if plan is NoPlan.COLLECT_FIRST:
             assert self._ticket is not None, "asked to collect, but nothing is outstanding"
@@ -315,7 +346,8 @@ class Engine:
             plan = self._plan()
             assert plan is not NoPlan.COLLECT_FIRST
         if isinstance(plan, NoPlan):
-            assert self._ticket is not None or not self.scheduler.has_work
+            waits = plan is NoPlan.AWAIT_STORE
+            assert waits or self._ticket is not None or not self.scheduler.has_work
             self.collect()
             return plan
         self.plans.append(plan)
@@ -344,13 +376,22 @@ class Engine:
         self.emissions += self.scheduler.commit(result, stops)
 
     def run(self, steps: int = 100_000) -> int:
-        """Step until nothing is left to do; returns the steps it took."""
-        for done in range(steps):
+        """Step until nothing is left to do.
+
+        Returns:
+            The steps it took, without those that only moved blocks.
+        """
+        done = 0
+        for _ in range(10 * steps):
             if not self.scheduler.has_work:
                 self.scheduler.check()
                 assert self.cache.blocks_used == 0, "blocks are left with no one"
                 return done
-            self.step()
+            plan = self.step()
+            if isinstance(plan, StepPlan):
+                done += bool(plan.rows) or not (plan.saves or plan.loads)
+            if done > steps:
+                break
         raise AssertionError(f"requests are still unfinished after {steps} steps")
 
     def expected(self, sequence: Output, count: int) -> list[int]:

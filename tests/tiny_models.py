@@ -166,8 +166,18 @@ def build(tiny: Tiny, seed: int = 0) -> Any:
     return model
 
 
-def write_gguf(model: Any, tiny: Tiny, path: Path, *, skip: frozenset[str] = frozenset()) -> Path:
-    """Write a model as the GGUF converter would, all tensors F32 but those in `skip`."""
+def write_gguf(
+    model: Any,
+    tiny: Tiny,
+    path: Path,
+    *,
+    skip: frozenset[str] = frozenset(),
+    tokenizer: bool = False,
+) -> Path:
+    """Write a model as the GGUF converter would, all tensors F32 but those in `skip`.
+
+    With a tokenizer, of one character a token, a whole engine can load it.
+    """
     config = model.config
     arch = gguf.MODEL_ARCH_NAMES[tiny.arch]
     writer = gguf.GGUFWriter(path, arch)
@@ -192,6 +202,12 @@ def write_gguf(model: Any, tiny: Tiny, path: Path, *, skip: frozenset[str] = fro
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(
             f"{arch}.{key}", value
         )
+    if tokenizer:
+        letters = [chr(0x4E00 + token) for token in range(3, VOCABULARY)]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "</s>", *letters])
+        writer.add_token_scores([0.0] * VOCABULARY)
+        writer.add_token_types([2, 3, 3, *[1] * len(letters)])
     for name, tensor in (_tensors(model, tiny) | extra).items():
         if name not in skip:
             writer.add_tensor(name, np.ascontiguousarray(tensor.detach().numpy(), np.float32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from enum import Enum, auto
+from typing import Protocol
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.kv.prefix import Prefix
@@ -24,6 +25,16 @@ class Room(Enum):
     NONE = auto()
 
 
+class Below(Protocol):
+    """A slower tier of the cache, told of the blocks that have no holder but a prefix."""
+
+    def cached(self, group: int, block: int, prefix: Prefix) -> None:
+        """The block lost its last holder; its content stays until it is evicted."""
+
+    def evicted(self, group: int, block: int, prefix: Prefix) -> None:
+        """The block is about to be given new content."""
+
+
 class BlockPool:
     """The blocks of one layer group: free, held (counted by reference), or cached.
 
@@ -33,6 +44,8 @@ class BlockPool:
     Args:
         capacity: blocks the pool may ever hold.
         grow: asks for this many more blocks; returns how many were granted.
+        group: which layer group's they are.
+        below: told of blocks that become cached, and of those that are evicted.
 
     Attributes:
         total: blocks that exist now.
@@ -41,13 +54,20 @@ class BlockPool:
         version: changes whenever a block might have become available or a prefix findable.
     """
 
-    def __init__(self, capacity: int, grow: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        grow: Callable[[int], int],
+        group: int = 0,
+        below: Below | None = None,
+    ) -> None:
         self.capacity = capacity
         self.total = 0
         self.reserved = 0
         self.growths = 0
         self.version = 0
         self._grow = grow
+        self._group, self._below = group, below
         self._refused = False
         self._references: list[int] = []
         self._prefixes: list[Prefix | None] = []
@@ -144,10 +164,13 @@ class BlockPool:
         self._references[block] -= 1
         if self._references[block] == 0:
             self.version += 1
-            if self._prefixes[block] is None:
+            prefix = self._prefixes[block]
+            if prefix is None:
                 self._free.append(block)
             else:
                 self._cached[block] = None
+                if self._below is not None:
+                    self._below.cached(self._group, block, prefix)
 
     def publish(self, block: int, prefix: Prefix) -> None:
         """Let the held, full block be found by its prefix, unless another serves that already."""
@@ -211,6 +234,8 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         prefix = self._prefixes[block]
         if prefix is not None:
+            if self._below is not None:
+                self._below.evicted(self._group, block, prefix)
             del self._block_of[prefix]
             self._prefixes[block] = None
             self.version += 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asyncllm.kv.block_pool import BlockPool, InvariantError, Room
+from asyncllm.kv.block_pool import Below, BlockPool, InvariantError, Room
 from asyncllm.kv.prefix import Chain, Prefix, PrefixIndex
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 Copy = tuple[int, int, int]
 """A whole block to be copied before the next rows run: (group, source, target)."""
+
+
+def _nothing(group: int, prefix: Prefix) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +35,25 @@ class Match:
         first: for each group the number of the first block in `blocks`, counted in blocks from
             the sequence's start.
         blocks: for each group the blocks; the last one is partly used if `tokens` ends inside it.
+            `None` stands for one that is only stored: it gets a block of its own, to be filled.
         forked: whether they are a sibling's rather than found by prefix.
+        shortened: why it is no longer, in words; empty if it is as long as it may be.
     """
 
     tokens: int
     first: tuple[int, ...]
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: tuple[tuple[int | None, ...], ...]
     forked: bool = False
+    shortened: str = ""
+
+    def stored(self) -> list[tuple[int, int]]:
+        """Group and number of each block that is only stored."""
+        return [
+            (group, number)
+            for group, (first, blocks) in enumerate(zip(self.first, self.blocks, strict=True))
+            for number, block in enumerate(blocks, first)
+            if block is None
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +107,7 @@ class KvCache:
             caller said that no step is outstanding.
         fingerprint: of the model and of everything that changes what K/V means.
         prefix_cache: whether any sequence may use what others computed.
+        below: a slower tier, told of blocks that become cached, and of those that are evicted.
 
     Attributes:
         prefix_hit_tokens: tokens that were reused instead of computed, by prefix.
@@ -105,6 +122,7 @@ class KvCache:
         grow: Callable[[int, int], int],
         fingerprint: bytes,
         prefix_cache: bool,
+        below: Below | None = None,
     ) -> None:
         self.block_tokens = block_tokens
         self.prefix_cache = prefix_cache
@@ -115,7 +133,8 @@ class KvCache:
             for window in self.windows
         )
         self.pools = tuple(
-            BlockPool(group.capacity, partial(grow, index)) for index, group in enumerate(groups)
+            BlockPool(group.capacity, partial(grow, index), index, below)
+            for index, group in enumerate(groups)
         )
         self._index = PrefixIndex(fingerprint, block_tokens)
 
@@ -162,26 +181,37 @@ class KvCache:
         """An empty chain for a sequence under a salt."""
         return Chain(self._index, salt)
 
-    def no_match(self) -> Match:
+    def no_match(self, reason: str = "") -> Match:
         """Nothing to reuse."""
-        return Match(0, (0,) * len(self.pools), ((),) * len(self.pools))
+        groups = len(self.pools)
+        return Match(0, (0,) * groups, ((),) * groups, shortened=reason)
 
-    def match(self, chain: Chain, most: int) -> Match:
+    def match(
+        self, chain: Chain, most: int, stored: Callable[[int, Prefix], bool] = _nothing
+    ) -> Match:
         """The longest reusable prefix, of at most `most` tokens, as whole blocks.
 
         An unwindowed group must have all its blocks, a windowed one those that the query after
-        the prefix sees.
+        the prefix sees. Recomputing only a window would not do: a state depends on the tokens of
+        as many windows before it as there are windowed layers.
+
+        Args:
+            chain: prefixes of the sequence.
+            most: tokens.
+            stored: whether a slower tier has the block of a group that ends a prefix.
         """
-        longest = min(len(chain), most // self.block_tokens)
+        wanted = longest = min(len(chain), most // self.block_tokens)
         runs: list[list[int]] = []  # for each windowed group: blocks present up to each length
-        for pool, window in zip(self.pools, self.windows, strict=True):
+        for group, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
+            there = (
+                pool.find(chain[i]) is not None or stored(group, chain[i]) for i in range(longest)
+            )
             if window is None:
-                missing = (i for i in range(longest) if pool.find(chain[i]) is None)
-                longest = next(missing, longest)
+                longest = next((i for i, found in enumerate(there) if not found), longest)
             else:
                 run = [0]
-                for i in range(longest):
-                    run.append(0 if pool.find(chain[i]) is None else run[-1] + 1)
+                for found in there:
+                    run.append(run[-1] + 1 if found else 0)
                 runs.append(run)
         windowed = [window for window in self.windows if window is not None]
         length = next(
@@ -197,10 +227,17 @@ class KvCache:
             for window in self.windows
         )
         blocks = tuple(
-            tuple(self._found(pool, chain[i]) for i in range(start, length))
+            tuple(pool.find(chain[i]) for i in range(start, length))
             for pool, start in zip(self.pools, first, strict=True)
         )
-        return Match(length * self.block_tokens, first, blocks)
+        shortened = ""
+        if length < longest:
+            shortened = (
+                f"blocks within a window before token {longest * self.block_tokens} are gone"
+            )
+        elif longest < wanted:
+            shortened = f"the block at token {longest * self.block_tokens} is not there"
+        return Match(length * self.block_tokens, first, blocks, shortened=shortened)
 
     def match_sibling(self, source: SequenceBlocks, tokens: int) -> Match | None:
         """The first `tokens` tokens of a running sequence; `None` if it holds them no more."""
@@ -234,13 +271,14 @@ class KvCache:
         shares_part = match.tokens % self.block_tokens != 0
         needed = self.blocks_for(tokens)
         headroom = int(self.blocks_for(life) > needed)
+        found = [[block for block in held if block is not None] for held in match.blocks]
         asks = [
             needed - start - len(held) + shares_part + headroom
-            for start, held in zip(match.first, match.blocks, strict=True)
+            for start, held in zip(match.first, found, strict=True)
         ]
         quotas = [0 if ring is None else min(ring, self.blocks_for(life)) for ring in self.rings]
         for pool, ring, ask, held, quota in zip(
-            self.pools, self.rings, asks, match.blocks, quotas, strict=True
+            self.pools, self.rings, asks, found, quotas, strict=True
         ):
             if ring is not None:
                 enough = pool.reserved + quota <= pool.total + pool.growable
@@ -250,16 +288,24 @@ class KvCache:
                 return Room.NONE
         if match.forked and not may_grow:
             return Room.AFTER_COLLECT
-        blocks = self._adopt(match)
+        # Held first, so that what makes room for the others does not evict them.
+        for pool, held in zip(self.pools, found, strict=True):
+            for block in held:
+                pool.hold(block)
+        reserved = [0] * len(self.pools)
         for group, pool in enumerate(self.pools):
             if self.rings[group] is None:
                 room = pool.supply(asks[group], may_grow)
             else:
                 room = pool.reserve(quotas[group], may_grow)
-                blocks.quota[group] = quotas[group] if room is Room.READY else 0
+                reserved[group] = quotas[group] if room is Room.READY else 0
             if room is not Room.READY:
-                self.release(blocks)
+                for pool, held, quota in zip(self.pools, found, reserved, strict=True):
+                    for block in reversed(held):
+                        pool.release(block)
+                    pool.unreserve(quota)
                 return room
+        blocks = self._adopt(match, reserved)
         for group, ring in enumerate(self.rings):
             if ring is None:
                 self._append(blocks, group, needed)
@@ -360,28 +406,22 @@ class KvCache:
         """Number of the first block that a query at the position sees."""
         return 0 if window is None else max(0, position - window + 1) // self.block_tokens
 
-    @staticmethod
-    def _found(pool: BlockPool, prefix: Prefix) -> int:
-        block = pool.find(prefix)
-        if block is None:
-            raise InvariantError("a block of a matched prefix is gone")
-        return block
-
-    def _adopt(self, match: Match) -> SequenceBlocks:
+    def _adopt(self, match: Match, quota: list[int]) -> SequenceBlocks:
+        """Tables of a match's blocks, which are held already, and new ones where it has none."""
         tables: list[list[int]] = []
         last = [start + len(held) for start, held in zip(match.first, match.blocks, strict=True)]
-        for group, (pool, ring) in enumerate(zip(self.pools, self.rings, strict=True)):
-            held = match.blocks[group]
+        held = [
+            [pool.take() if block is None else block for block in blocks]
+            for pool, blocks in zip(self.pools, match.blocks, strict=True)
+        ]
+        for group, ring in enumerate(self.rings):
             size = last[group] if ring is None else min(ring, last[group])
-            tables.append([held[0] if held else 0] * size)
-            for block in held:
-                pool.hold(block)
-        groups = len(self.pools)
+            tables.append([held[group][0] if held[group] else 0] * size)
         blocks = SequenceBlocks(
-            tables, list(match.first), last, [0] * groups, match.tokens // self.block_tokens
+            tables, list(match.first), last, quota, match.tokens // self.block_tokens
         )
         for group, ring in enumerate(self.rings):
-            for number, block in enumerate(match.blocks[group], match.first[group]):
+            for number, block in enumerate(held[group], match.first[group]):
                 blocks.put(group, ring, number, block)
         return blocks
 

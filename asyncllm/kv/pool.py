@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 from asyncllm import telemetry
 from asyncllm.errors import ModelLoadError, OptionsError
 from asyncllm.kv.device_memory import CudaDriver, DeviceMemoryError, GrowingBuffers
-from asyncllm.scheduler.step import LayerGroup
+from asyncllm.kv.staging import Staging
+from asyncllm.scheduler.step import LayerGroup, StepPlan
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,7 @@ class KvPool:
             block's scales of all layers side by side; empty unless the type is int8.
         granted: for each group the blocks that may be used.
         growths: how often blocks were granted.
+        staging: where blocks are put for a block store, if there is one; see `stage`.
 
     Raises:
         ModelLoadError: the device has not even memory for one block of each layer.
@@ -81,6 +83,7 @@ class KvPool:
         self.block_tokens = block_tokens
         self.granted = [0] * len(self.groups)
         self.growths = 0
+        self.staging: Staging | None = None
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.scales: dict[int, tuple[Tensor, Tensor]] = {}
@@ -164,6 +167,20 @@ class KvPool:
         there = min(growing.mapped_bytes // size for growing, size in self._growing[group])
         return there - self.granted[group]
 
+    def stage(self, slots: int) -> Staging:
+        """Make room for so many blocks on their way to or from a block store."""
+        self.staging = Staging(self, slots)
+        return self.staging
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Do a step's block operations, which come before its rows."""
+        if self.staging is not None and plan.saves:
+            self.staging.save(plan.saves)
+        for copy in plan.copies:
+            self.copy(copy.group, copy.source, copy.target)
+        if self.staging is not None and plan.loads:
+            self.staging.load(plan.loads)
+
     def copy(self, group: int, source: int, target: int) -> None:
         """Copy a block in all layers of its group."""
         for layer in self.groups[group].layers:
@@ -174,6 +191,7 @@ class KvPool:
 
     def close(self) -> None:
         """Let go of the memory, on a GPU when that is idle. Idempotent."""
+        self.staging = None
         self.keys.clear()
         self.values.clear()
         self.scales.clear()

@@ -58,6 +58,14 @@ class Backend:
         """Whether weights are brought into another form."""
         return self.library is not None
 
+    @property
+    def kv_layout(self) -> str:
+        """What lies where in a block of the pool, and how it was computed: part of its identity.
+
+        The number changes with the program.
+        """
+        return "plain 1" if self.library is None else "compiled 1"
+
     def note(self, reason: str) -> None:
         """Say why no faster backend serves."""
         self.notes.append(reason)
@@ -168,6 +176,11 @@ class CudaBackend(Backend):
     def packs(self) -> bool:
         """Weights are brought to the device."""
         return True
+
+    @property
+    def kv_layout(self) -> str:
+        """As for the others: part of a block's identity."""
+        return "cuda 1"
 
     def available_bytes(self, weights_bytes: int) -> int | None:
         """Bytes of device memory that will be free once the weights are there.

@@ -106,6 +106,7 @@ class _Ticket:
         waited_s: how long the host waited for it.
         results: once it is finished.
         phases: fields of its `decode-batch-phase` record, if anyone wants one.
+        moves: whether blocks go to the host's memory, or come from there.
     """
 
     rows: Sequence[Row]
@@ -119,6 +120,7 @@ class _Ticket:
     waited_s: float = 0.0
     results: dict[int, Sampled | Exception] | None = None
     phases: dict[str, int] | None = None
+    moves: bool = False
 
 
 class CudaRunner:
@@ -174,13 +176,15 @@ class CudaRunner:
         with self._on_stream(), torch.inference_mode():
             for sequence_id in plan.released:
                 self._forget(sequence_id)
-            for copy in plan.copies:
-                self._pool.copy(copy.group, copy.source, copy.target)
+            self._pool.prepare(plan)
             buffers = self._next_buffers()
             states = [self._state(row) for row in plan.rows]
             ticket = _Ticket(plan.rows, states, [], buffers, buffers.tokens, started)
+            ticket.moves = bool(plan.saves or plan.loads)
             if plan.rows:
                 self._run(ticket)
+            if buffers.event is not None and (plan.rows or ticket.moves):
+                buffers.event.record(self._stream)
         self._outstanding.append(ticket)
         return ticket
 
@@ -258,8 +262,6 @@ class CudaRunner:
             self._decode(ticket, slots, upload_ns)
         else:
             self._chunks(ticket, slots)
-        if ticket.buffers.event is not None:
-            ticket.buffers.event.record(self._stream)
 
     def _decode(self, ticket: _Ticket, slots: Sequence[int], upload_ns: int) -> None:
         rows, program = ticket.rows, self.program
@@ -375,7 +377,7 @@ class CudaRunner:
         """A step's tokens, waited for once."""
         if ticket.results is not None:
             return ticket.results
-        if ticket.rows and ticket.buffers.event is not None:
+        if (ticket.rows or ticket.moves) and ticket.buffers.event is not None:
             started = perf_counter()
             ticket.buffers.event.synchronize()
             ticket.waited_s = perf_counter() - started

@@ -98,8 +98,7 @@ class StepRunner:
         for sequence_id in plan.released:
             self._states.pop(sequence_id, None)
         with torch.inference_mode():
-            for copy in plan.copies:
-                self._pool.copy(copy.group, copy.source, copy.target)
+            self._pool.prepare(plan)
             rows = self._run(plan.rows) if plan.rows else ()
         seconds = perf_counter() - started
         return StepResult(rows, seconds, waited_s=seconds)

@@ -88,6 +88,12 @@ class ChunkPolicy:
         size, self._recheck = self._recheck or self._best(), None
         return size
 
+    @property
+    def prompt_rate(self) -> float | None:
+        """Prompt tokens a second that the fastest steps computed; `None`: none was timed."""
+        rates = (rows.value / seconds.value for rows, seconds in self._alone.values())
+        return max(rates, default=None)
+
     def observe(self, prompt_rows: int, decode_rows: int, seconds: float) -> None:
         """Learn from a step.
 

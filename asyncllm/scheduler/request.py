@@ -130,7 +130,7 @@ class Sequence:
         stop: the string or token id that ended it.
         error: why it failed.
         cached_tokens: prompt tokens reused at its first admission.
-        admitted_at: `time.perf_counter()` of its first admission.
+        admitted_at: `time.perf_counter()` when it could first run: admitted, its prefix adopted.
         first_token_at: the same of its first token.
         text: the engine thread's text stream; the scheduler never looks.
         limit: prompt and output tokens at which it ends with `"length"`.
@@ -139,6 +139,7 @@ class Sequence:
         tokens_in_flight: tokens being chosen by steps that are not committed yet.
         blocks: what it holds of the cache while it runs.
         chain: its prefixes; `None` if it takes no part in prefix reuse.
+        failed_adoptions: how often what it was to adopt turned out not to be there.
         queue_key: its place among the waiting.
     """
 
@@ -164,6 +165,7 @@ class Sequence:
         self.tokens_in_flight = 0
         self.blocks: SequenceBlocks | None = None
         self.chain: Chain | None = None
+        self.failed_adoptions = 0
         self.queue_key: QueueKey = (0, 0, 0, 0)
 
     @property
@@ -172,7 +174,9 @@ class Sequence:
 
     @property
     def is_running(self) -> bool:
-        return self.state is State.PREFILLING or self.state is State.DECODING
+        """Whether it holds blocks."""
+        state = self.state
+        return state is State.PREFILLING or state is State.DECODING or state is State.ADOPTING
 
     @property
     def length(self) -> int:
@@ -187,7 +191,8 @@ class Sequence:
     @property
     def can_advance(self) -> bool:
         """Whether another step makes sense: its limit is not reached by what is in flight."""
-        return self.length + self.tokens_in_flight < self.limit
+        adopting = self.state is State.ADOPTING
+        return not adopting and self.length + self.tokens_in_flight < self.limit
 
     @property
     def decodes_next(self) -> bool:

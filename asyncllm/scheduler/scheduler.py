@@ -20,6 +20,7 @@ from asyncllm.errors import PromptTooLongError, RequestError
 from asyncllm.kv.block_pool import InvariantError, Room
 from asyncllm.kv.blocks import Copy, KvCache, Match, SequenceBlocks
 from asyncllm.scheduler.chunking import ChunkPolicy
+from asyncllm.scheduler.matching import find_match
 from asyncllm.scheduler.request import Request, Sequence, State
 from asyncllm.scheduler.step import (
     BlockCopy,
@@ -31,6 +32,7 @@ from asyncllm.scheduler.step import (
     TokenLogprob,
     is_decode,
 )
+from asyncllm.scheduler.transfers import Transfers
 
 _queue_key = attrgetter("queue_key")
 _age_key = attrgetter("age_key")
@@ -41,6 +43,7 @@ class NoPlan(Enum):
 
     IDLE = auto()  # nothing to run, or all of it is in flight
     COLLECT_FIRST = auto()  # commit the outstanding step, then plan again
+    AWAIT_STORE = auto()  # plan again when the block store has moved on
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Scheduler:
         context_length: prompt and output tokens one sequence may have.
         chunk: chooses how many prompt tokens a step carries.
         decode_refusal: of the runner: why it does not serve rows in a form.
+        transfers: to and from the block store, if there is one.
 
     Attributes:
         waiting: requests that wait for admission, none of their sequences running.
@@ -91,11 +95,13 @@ class Scheduler:
         context_length: int,
         chunk: ChunkPolicy,
         decode_refusal: Callable[[DecodeMode, tuple[Row, ...]], str | None],
+        transfers: Transfers | None = None,
     ) -> None:
         self.cache = cache
         self.max_seqs = max_seqs
         self.context_length = context_length
         self.chunk = chunk
+        self.transfers = transfers
         self.waiting = 0
         self.admitted = self.resumed = self.preempted = 0
         self.finished = self.cancelled = self.failed = 0
@@ -113,11 +119,17 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._refused_at: tuple[Sequence, int] | None = None
+        self._retried_growth = False  # since rows were planned last: a plan may only move blocks
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence has not ended, or any result or end is still to be committed."""
-        return bool(self._live or self._steps_out or self._ended)
+        """Whether any sequence has not ended, or any result or end is still to be committed.
+
+        Or any block is on its way to or from the store.
+        """
+        if self._live or self._steps_out or self._ended:
+            return True
+        return self.transfers is not None and self.transfers.has_work
 
     @property
     def running(self) -> int:
@@ -126,7 +138,8 @@ class Scheduler:
 
     @property
     def prefilling(self) -> int:
-        return sum(sequence.state is State.PREFILLING for sequence in self._running)
+        """Running sequences that do not decode: their prefix is being computed or adopted."""
+        return self.running - self.decoding
 
     @property
     def decoding(self) -> int:
@@ -184,7 +197,8 @@ class Scheduler:
         ahead = bool(self._steps_out)
         if len(self._steps_out) > 1:
             raise InvariantError("two steps are outstanding; commit one before planning")
-        retried = False
+        if self.transfers is not None:
+            self._end_adoptions(self.transfers)
         while True:
             started = perf_counter_ns()
             preempted = self.preempted
@@ -198,18 +212,22 @@ class Scheduler:
                 room = self._choose(chosen, may_grow=not ahead)
             if room is Room.AFTER_COLLECT:
                 return NoPlan.COLLECT_FIRST
-            if chosen or (self._ended and not ahead):
+            moves = self.transfers is not None and self.transfers.prepare(bool(chosen))
+            if chosen or moves or (self._ended and not ahead):
                 chosen_ns = perf_counter_ns() - admitted
                 reserve_ns = reserved - started + chosen_ns
                 return self._submit(chosen, started, reserve_ns, admitted - reserved)
             if ahead:
                 return NoPlan.IDLE
+            if self._waits_for_store():
+                return NoPlan.AWAIT_STORE
             if not self._queue:
                 self.decode_mode, self.decode_mode_reason = "idle", ""
+                self._retried_growth = False
                 return NoPlan.IDLE
-            if retried or not self.cache.retry_growth():
+            if self._retried_growth or not self.cache.retry_growth():
                 self._give_up(self._queue[0])
-            retried = True
+            self._retried_growth = True
 
     def live(self, result: RowResult) -> Sequence | None:
         """The sequence a result is for; `None` if it ended or was preempted meanwhile."""
@@ -232,6 +250,8 @@ class Scheduler:
         plan = step.plan
         if [row.sequence_id for row in plan.rows] != [row.sequence_id for row in result.rows]:
             raise InvariantError("the results are not those of the oldest plan's rows")
+        if self.transfers is not None:
+            self.transfers.committed(plan)
         emissions, self._ended = self._ended, []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             sequence = self.live(row_result)
@@ -242,7 +262,7 @@ class Scheduler:
             else:
                 stop = stops.get(sequence.sequence_id)
                 emissions += self._advance(sequence, row, row_result, stop)
-        if plan.rows:
+        if plan.rows and not (plan.saves or plan.loads):
             decodes = sum(map(is_decode, plan.rows))
             self.chunk.observe(plan.prompt_rows, decodes, result.model_s)
         self._record(step, result)
@@ -282,6 +302,9 @@ class Scheduler:
         if not self._steps_out and any(s.committed != s.submitted for s in self._running):
             raise InvariantError("tokens are in flight but no step is")
         self.cache.check(held)
+        if self.transfers is not None:
+            adopting = (s.sequence_id for s in self._running if s.state is State.ADOPTING)
+            self.transfers.check(set(adopting))
 
     # Planning
 
@@ -311,12 +334,9 @@ class Scheduler:
             version = self.cache.version
             if self._refused_at == (sequence, version):
                 break
-            match = self._match_sibling(sequence)
+            match = find_match(sequence, self.cache, self.transfers)
             if match is None:
-                siblings = self._to_fork_from(sequence)
-                if any(sibling.state is State.PREFILLING for sibling in siblings):
-                    break  # it shares the prompt as soon as that is computed
-                match = self._match_prefix(sequence)
+                break
             blocks = self.cache.admit(
                 match, sequence.length, self._life(sequence), may_grow, self._copies
             )
@@ -326,35 +346,47 @@ class Scheduler:
                 self._refused_at = sequence, self.cache.version
                 break
             self._dequeue(sequence)
-            self._start(sequence, blocks, match)
+            self._hold(sequence, blocks, match)
         return Room.READY
 
-    @staticmethod
-    def _to_fork_from(sequence: Sequence) -> tuple[Sequence, ...]:
-        """Siblings whose prompt it could share: it has no output of its own yet."""
-        return () if sequence.output_ids else sequence.request.sequences
-
-    def _match_sibling(self, sequence: Sequence) -> Match | None:
-        size = sequence.prompt_tokens
-        for sibling in self._to_fork_from(sequence):
-            if sibling.blocks is not None and sibling.committed >= size:
-                match = self.cache.match_sibling(sibling.blocks, size - 1)
-                if match is not None:
-                    return match
-        return None
-
-    def _match_prefix(self, sequence: Sequence) -> Match:
-        chain = sequence.chain
-        if chain is None or sequence.request.wants_prompt_scores:
-            return self.cache.no_match()
-        chain.reach(sequence.tokens, (sequence.length - 1) // self.cache.block_tokens)
-        return self.cache.match(chain, sequence.length - 1)
+    def _waits_for_store(self) -> bool:
+        """Whether there is nothing to do before blocks have arrived there, or from there."""
+        if self.transfers is None or not self.transfers.has_work:
+            return False
+        return bool(self._running) or not self._queue
 
     @staticmethod
     def _life(sequence: Sequence) -> int:
         return max(sequence.length, sequence.limit - 1)
 
-    def _start(self, sequence: Sequence, blocks: SequenceBlocks, match: Match) -> None:
+    def _hold(self, sequence: Sequence, blocks: SequenceBlocks, match: Match) -> None:
+        """An admitted sequence gets its blocks, and runs as soon as they have what it reuses."""
+        sequence.blocks = blocks
+        insort(self._running, sequence, key=_age_key)
+        self._count(sequence.request, running=1)
+        transfers, chain = self.transfers, sequence.chain
+        if transfers is not None and chain is not None and not match.forked:
+            transfers.reuse(match, chain)
+            if match.stored():
+                sequence.state = State.ADOPTING
+                transfers.adopt(sequence, match, self.cache)
+                return
+        self._start(sequence, match)
+
+    def _end_adoptions(self, transfers: Transfers) -> None:
+        """Let those run whose blocks are there; match those anew of which some are not."""
+        for adoption in transfers.poll():
+            sequence = adoption.sequence
+            if adoption.failed:
+                sequence.failed_adoptions += 1
+                self._stop_running(sequence)
+                self._release(sequence)
+                sequence.state = State.WAITING
+                self._enqueue(sequence)
+            else:
+                self._start(sequence, adoption.match)
+
+    def _start(self, sequence: Sequence, match: Match) -> None:
         if sequence.admitted_at is None:
             sequence.admitted_at = perf_counter()
             sequence.cached_tokens = match.tokens
@@ -363,11 +395,8 @@ class Scheduler:
             self.resumed += 1
         if not match.forked:
             self.cache.prefix_hit_tokens += match.tokens
-        sequence.blocks = blocks
         sequence.submitted = sequence.committed = match.tokens
         sequence.state = State.PREFILLING
-        insort(self._running, sequence, key=_age_key)
-        self._count(sequence.request, running=1)
 
     def _choose(self, chosen: list[tuple[Sequence, int]], may_grow: bool) -> Room:
         """Every row that continues an output, then prompt rows up to the chunk, oldest first."""
@@ -395,10 +424,14 @@ class Scheduler:
         self, chosen: list[tuple[Sequence, int]], started: int, reserve_ns: int, admission_ns: int
     ) -> StepPlan:
         rows = tuple(sequence.next_row(count) for sequence, count in chosen)
+        self._retried_growth = self._retried_growth and not rows
         self.decode_mode, self.decode_mode_reason = self._mode(rows)
+        transfers = self.transfers
         plan = StepPlan(
             rows,
+            saves=() if transfers is None else transfers.next_saves(),
             copies=tuple(BlockCopy(*copy) for copy in self._copies),
+            loads=() if transfers is None else transfers.next_loads(self.cache),
             released=tuple(self._released),
             decode_mode=self.decode_mode,
             decode_mode_reason=self.decode_mode_reason,
@@ -535,6 +568,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.blocks is not None:
+            if self.transfers is not None:
+                self.transfers.abandon(sequence)
             self.cache.release(sequence.blocks)
             sequence.blocks = None
 
