@@ -220,7 +220,8 @@ def _work(state: int, thread: int, until: int) -> None:
         number = (claim >> 32) & _NUMBERS
         end = _read(state + END)
         if number == end:
-            if _read(state + STOPPED) != 0:
+            # The phase that is waited for may have ended since it was looked for.
+            if until >= 0 or _read(state + STOPPED) != 0:
                 return
             _wait(state, number, end)
             continue
