@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncllm.engine import AsyncEngine
 from asyncllm.kv.prefix import Chain, PrefixIndex
 from asyncllm.kv.store import BlockStore
 from asyncllm.kv.store_file import FileLayer, Mode
-from asyncllm.kv.store_layout import Layout
+from asyncllm.kv.store_layout import PAGE, Layout, Superblock
 
 BLOCK_TOKENS = 4
 FINGERPRINT = b"a model's print."
@@ -179,3 +182,27 @@ class Store:
 
     def close(self) -> None:
         self.store.close()
+
+
+def spoil(path: Path, share: float, seed: int = 0) -> None:
+    """Damage that share of a store's extents, most in their bytes and some in their headers."""
+    rng = random.Random(seed)
+    layout = Superblock.find(path.read_bytes()[: 2 * PAGE]).layout
+    with path.open("r+b") as file:
+        for group, size in enumerate(layout.extent_bytes):
+            for extent in range(layout.extents):
+                if rng.random() < share:
+                    in_header = rng.random() < 0.2
+                    start = (layout.header_offset if in_header else layout.extent_offset)(
+                        group, extent
+                    )
+                    file.seek(start + rng.randrange(layout.header_bytes if in_header else size))
+                    file.write(rng.randbytes(1))
+
+
+async def written(engine: AsyncEngine) -> None:
+    """Wait until the engine has nothing more to store."""
+    before = -1
+    while before != engine.stats().store_written_blocks:
+        before = engine.stats().store_written_blocks
+        await asyncio.sleep(0.1)

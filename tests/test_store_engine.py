@@ -20,13 +20,12 @@ from asyncllm.checkpoint.checkpoint import open_checkpoint
 from asyncllm.engine import EngineLoading
 from asyncllm.kv import store_file
 from asyncllm.kv.pool import KvPool
-from asyncllm.kv.store_layout import PAGE, Superblock
 from asyncllm.model.config import ModelConfig
 from asyncllm.model.identity import fingerprint
 from asyncllm.scheduler.step import BlockTransfer, LayerGroup, StepPlan
 from tests.cpu_kernels import directory
 from tests.fake_engine import until
-from tests.store_disks import FaultyDisk
+from tests.store_disks import FaultyDisk, spoil, written
 from tests.tiny_models import TINY_MODELS, VOCABULARY, Tiny, build, write_gguf
 
 TINY = ("llama", "mistral-wide", "gemma3")  # no window, all windows, both
@@ -81,30 +80,6 @@ def tokens(done: list[Completion]) -> list[tuple[int, ...]]:
 
 def cached(done: list[Completion]) -> int:
     return sum(each.usage.cached_tokens for each in done)
-
-
-def spoil(path: Path, share: float, seed: int = 0) -> None:
-    """Damage that share of a store's extents, most in their bytes and some in their headers."""
-    rng = random.Random(seed)
-    layout = Superblock.find(path.read_bytes()[: 2 * PAGE]).layout
-    with path.open("r+b") as file:
-        for group, size in enumerate(layout.extent_bytes):
-            for extent in range(layout.extents):
-                if rng.random() < share:
-                    in_header = rng.random() < 0.2
-                    start = (layout.header_offset if in_header else layout.extent_offset)(
-                        group, extent
-                    )
-                    file.seek(start + rng.randrange(layout.header_bytes if in_header else size))
-                    file.write(rng.randbytes(1))
-
-
-async def written(engine: AsyncEngine) -> None:
-    """Wait until the engine has nothing more to store."""
-    before = -1
-    while before != engine.stats().store_written_blocks:
-        before = engine.stats().store_written_blocks
-        await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize("name", TINY)

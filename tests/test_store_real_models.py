@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from asyncllm import AsyncEngine, Completion
+from tests.store_disks import spoil, written
 from tests.test_real_models import STORY
-from tests.test_store_engine import spoil, written
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
 
