@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from asyncllm.kv.store import BlockStore
     from asyncllm.model.config import ModelConfig
     from asyncllm.runner.backend import Backend
+    from asyncllm.scheduler.chunking import ChunkPolicy
 
 STAGES = (
     *("options", "backend", "checkpoint", "configuration", "tokenizer", "weights", "kv-pool"),
     *("kernels", "warm-up"),
 )
 WARM_UP_ROWS = 128  # everything is compiled by then; it brings memory and caches up
+
+CHUNKS_TIMED = 3  # the first may compile and capture; the last counts
 
 # About as many kernels a model needs; only for the fraction that progress shows.
 KERNELS = 16
@@ -191,11 +194,13 @@ def _build(
                 identity = fingerprint(
                     checkpoint, config, context_length=context_length, **settings
                 )
-                store = _open_store(options, pool, identity, _name(checkpoint))
+                store = _open_store(options, pool, identity, _name(checkpoint), backend.readers)
                 unfinished.callback(store.close)
                 transfers = Transfers(store, groups, lambda: chunk.prompt_rate)
         with stages.stage("warm-up"):
             _throwaway_steps(runner, pool, min(WARM_UP_ROWS, chunk.maximum, context_length - 1))
+            if transfers is not None and backend.device != "cpu":
+                _time_a_chunk(runner, pool, chunk, context_length - 1)
         info = _info(checkpoint, config, options, backend, kv_dtype, groups, context_length, stages)
         defaults = _generation_defaults(checkpoint)
         unfinished.pop_all()
@@ -246,7 +251,9 @@ def _name(checkpoint: Checkpoint) -> str:
     return checkpoint.get("general.name", str, Path(checkpoint.path).stem)
 
 
-def _open_store(options: EngineOptions, pool: KvPool, identity: bytes, name: str) -> BlockStore:
+def _open_store(
+    options: EngineOptions, pool: KvPool, identity: bytes, name: str, readers: int
+) -> BlockStore:
     from asyncllm.kv.store import BlockStore, slots_for
 
     if options.kv_store is None:
@@ -262,6 +269,7 @@ def _open_store(options: EngineOptions, pool: KvPool, identity: bytes, name: str
         slots=pool.stage(slots_for(sizes)).slots,
         mode=options.kv_store_mode,
         reset=options.kv_store_reset,
+        readers=readers,
     )
 
 
@@ -354,6 +362,19 @@ def _throwaway_steps(runner: Runner, pool: KvPool, rows: int) -> None:
     runner.collect(runner.submit(StepPlan((chunk,))))
     runner.tune(StepPlan((decode,)))
     runner.collect(runner.submit(StepPlan((decode,))))
+    runner.collect(runner.submit(StepPlan((), released=(-1,))))
+
+
+def _time_a_chunk(runner: Runner, pool: KvPool, chunk: ChunkPolicy, most: int) -> None:
+    """Learn what computing a prompt takes, which reading it from a store is weighed against."""
+    rows = min(chunk.maximum, most)
+    params = SamplingParams().resolved({})
+    spec = SamplingSpec(params, 0, 0, (0,) * rows, frozenset())
+    tables = ((0,) * -(-rows // pool.block_tokens),) * len(pool.groups)
+    row = Row(-1, 0, 0, rows, spec.prompt_ids, False, tables, False, 0, spec)
+    for _ in range(CHUNKS_TIMED):
+        seconds = runner.collect(runner.submit(StepPlan((row,)))).model_s
+    chunk.observe(rows, 0, seconds)
     runner.collect(runner.submit(StepPlan((), released=(-1,))))
 
 

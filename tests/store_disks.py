@@ -62,9 +62,11 @@ class FaultyDisk(FileLayer):
         spare: how many more calls of a failing operation work.
         short: bytes that one read or write moves at most.
         gate: what reads and writes wait for: a disk that does not answer while it is not set.
+        calls: reads, writes and closings, as they were let through.
     """
 
     def __init__(self) -> None:
+        self.calls: list[str] = []
         self.failing: dict[str, OSError] = {}
         self.spare = 0
         self.short: int | None = None
@@ -74,6 +76,7 @@ class FaultyDisk(FileLayer):
     def _meet(self, operation: str) -> None:
         if operation in ("read", "write"):
             self.gate.wait()
+            self.calls.append(operation)
         error = self.failing.get(operation)
         if error is not None:
             if self.spare == 0:
@@ -83,6 +86,10 @@ class FaultyDisk(FileLayer):
     def open(self, path: Path, flags: int) -> int:
         self._meet("open")
         return super().open(path, flags)
+
+    def close(self, fd: int) -> None:
+        self.calls.append("close")
+        super().close(fd)
 
     def lock(self, fd: int) -> None:
         self._meet("lock")
@@ -127,6 +134,7 @@ class Store:
         mode: Mode = "rw",
         reset: bool = False,
         limit: int | None = None,
+        readers: int = 1,
     ) -> None:
         self.sizes = tuple(sizes)
         layout = Layout(BLOCK_TOKENS, self.sizes, extents)
@@ -137,6 +145,7 @@ class Store:
             name="tiny",
             block_tokens=BLOCK_TOKENS,
             extent_bytes=self.sizes,
+            readers=readers,
             limit_bytes=layout.file_bytes if limit is None else limit,
             slots=self.slots,
             mode=mode,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncllm.kernels import reference
 from asyncllm.kernels.reference import AttentionScratch, KeySpan
+from asyncllm.kv.staging import _TorchMover
 from asyncllm.model.rope import RopeConfig, cos_sin, inverse_frequencies
 from asyncllm.options import SamplingParams
 from asyncllm.sampling import philox
@@ -27,7 +28,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 pytest.importorskip("triton", reason="the GPU backend's kernels need triton")
 
-from asyncllm.kernels.cuda import attention, choice, rows  # noqa: E402
+from asyncllm.kernels.cuda import attention, blocks, choice, rows  # noqa: E402
 
 # numpy, under the interpreter, warns of what a GPU does not mind: infinities, lanes nobody uses.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -795,3 +796,30 @@ def test_a_count_ends_below_the_flag_of_the_prompt() -> None:
     for token in (0, 1, 1):
         choice.count(int32([token]), int32([0]), counts)
     assert counts.tolist() == [[0x7FFF, choice.IN_PROMPT | 0x7FFF]]
+
+
+# Blocks on their way to and from a store.
+
+
+def test_blocks_are_moved_as_torch_moves_them() -> None:
+    # K or V of two layers, and scales whose blocks do not lie side by side.
+    buffers = [torch.randint(-99, 99, (9, 16, 2, 40), device=DEVICE).half() for _ in range(2)]
+    scales = randn(9, 4, 2, 16)
+    buffers += [scales[:, 1], scales[:, 3]]
+    group, plain = blocks.pieces(buffers), _TorchMover(buffers, torch.int64)
+    assert group.words == plain.words
+    chosen = torch.tensor([7, 0, 3], device=DEVICE)
+    packed, wanted = (torch.full((5, group.words + 3), -1, device=DEVICE) for _ in range(2))
+    blocks.gather(group, chosen, packed)
+    plain.gather(chosen, wanted[:, : group.words])
+    assert torch.equal(packed, wanted)
+    before = [buffer.clone() for buffer in buffers]
+    blocks.scatter(group, torch.tensor([1, 8, 2], device=DEVICE), packed)
+    for buffer, old in zip(buffers, before, strict=True):
+        old[[1, 8, 2]] = old[[7, 0, 3]]
+        assert torch.equal(buffer, old)
+
+
+def test_blocks_of_no_whole_words_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 bytes"):
+        blocks.pieces([torch.zeros(3, 3, dtype=torch.float16, device=DEVICE)])

@@ -32,7 +32,7 @@ MODELS = {"full": {}, "windows": {"sliding_window": WINDOW, "sliding_window_patt
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Without windows, or with one over every other layer."""
 
-    class Writer(gguf.GGUFWriter):
+    class Writer(gguf.GGUFWriter):  # type: ignore[misc]
         def add_block_count(self, length: int) -> None:
             super().add_block_count(length)
             for key, value in MODELS[request.param].items():
@@ -91,7 +91,7 @@ def test_tokens_are_those_of_an_engine_without_a_store(
 ) -> None:
     async def test() -> None:
         asked, store = prompts(), tmp_path / "blocks"
-        more = {"kv_dtype": kv_dtype}
+        more: dict[str, Any] = {"kv_dtype": kv_dtype}
         async with loaded(model, **more, prefix_cache=False) as engine:
             expected = tokens(await answers(engine, asked))
             seeded = tokens(await answers(engine, asked, temperature=1.0, seed=3))

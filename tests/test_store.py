@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from multiprocessing.synchronize import Event
@@ -186,6 +187,33 @@ class TestBlocks:
         assert store.store.written_blocks == 4
         assert store.store.begin_save(0, 0, chain[5]) is not None
         store.close()
+
+    def test_several_read_at_once_and_the_file_is_closed_after_the_last(self, path: Path) -> None:
+        disk, chain, others = FaultyDisk(), chain_of(IDS), set(threading.enumerate())
+        store = Store(path, extents=25, slots=25, layer=disk, readers=3)
+        store.save(chain, range(12))
+        for number in range(12):
+            assert store.store.begin_read(0, chain[number], number)
+        reads = store.settle()
+        assert {number for number, _ in reads} == set(range(12))
+        for owner, slot in reads:
+            assert isinstance(owner, int)
+            assert slot is not None
+            assert store.slots[slot] == content(0, owner, 64)
+            store.store.free(slot)
+        disk.gate.clear()
+        for number in range(12):
+            assert store.store.begin_read(0, chain[number], number)
+        threads = set(threading.enumerate()) - others
+        assert len(threads) == 3
+        store.close()  # returns, although the disk says nothing
+        assert disk.calls[-1] != "close"
+        disk.gate.set()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        assert disk.calls.count("close") == 1
+        assert disk.calls[-1] == "close"
 
     def test_a_torn_write_is_a_miss(self, path: Path) -> None:
         """New bytes under an old header, as a kill between the two leaves them."""

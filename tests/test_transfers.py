@@ -39,10 +39,15 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]  # 5 bl
 
 
 class ToldThread:
-    """Stands for `StoreThread`: does its jobs when `work` is called."""
+    """Stands for `StoreThreads`: does its jobs when `work` is called."""
 
     def __init__(
-        self, file: StoreFile, layout: Layout, fingerprint: bytes, slots: Sequence[memoryview]
+        self,
+        file: StoreFile,
+        layout: Layout,
+        fingerprint: bytes,
+        slots: Sequence[memoryview],
+        readers: int = 1,
     ) -> None:
         self.done: deque[Job] = deque()
         self.wake: Callable[[], object] = lambda: None
@@ -79,7 +84,7 @@ class Stored:
 
     def open(self, sizes: Sequence[int], slots: Sequence[memoryview]) -> BlockStore:
         block_tokens = sizes[0] // 16
-        with mock.patch.object(store_module, "StoreThread", ToldThread):
+        with mock.patch.object(store_module, "StoreThreads", ToldThread):
             self.store = BlockStore(
                 Path("memory"),
                 fingerprint=b"fake fingerprint",
@@ -320,9 +325,9 @@ class TestAdoption:
         stored.store.close()
         engine = stored.engine(seconds=lambda plan: 1e-6)
         answered(engine, [2, 2, 2, 2, 2, 2])  # a million tokens a second and more
-        stored.store.bytes_per_s = 1000.0
         transfers = engine.scheduler.transfers
         assert transfers is not None
+        transfers.bytes_per_s = 1000.0
         match = transfers.match(engine.cache, _chain(engine, PROMPT), 20)
         assert (match.tokens, match.shortened) == (
             0,
@@ -333,12 +338,12 @@ class TestAdoption:
         other = _chain(stored.engine(), PROMPT)  # of a file that has all, in a pool without any
         engine = stored.engine(seconds=lambda plan: 1e-6)
         answered(engine, [2, 2, 2])
-        stored.store.bytes_per_s = 1000.0
         transfers = engine.scheduler.transfers
         assert transfers is not None
+        transfers.bytes_per_s = 1000.0
         hits = [transfers.match(engine.cache, other, 20).tokens for _ in range(RETRY_AFTER)]
         assert hits == [0] * (RETRY_AFTER - 1) + [20], "tried all the same now and then"
-        stored.store.bytes_per_s = 1e12
+        transfers.bytes_per_s = 1e12
         assert transfers.match(engine.cache, other, 20).tokens == 20
 
     def test_a_disk_that_does_not_answer_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from asyncllm.kv.pool import KvPool
@@ -51,49 +52,38 @@ class Staging:
         carried = max(1, CARRIED_BYTES // size)
         shape = (carried, self._memory.shape[1])
         self._carrier = torch.empty(shape, dtype=word, device=self._device)
-        # For each group the words of each block in each of its buffers, and where they go.
-        self._pieces: list[list[tuple[Tensor, int, int]]] = []
-        for group in pool.groups:
-            pieces, start = [], 0
-            for buffer in _buffers(pool, group.layers):
-                flat = buffer.flatten(1).view(word)
-                pieces.append((flat, start, start + flat.shape[1]))
-                start += flat.shape[1]
-            self._pieces.append(pieces)
+        movers = _LaunchedMover if self._pinned and whole else _TorchMover
+        self._movers = [movers(_buffers(pool, group.layers), word) for group in pool.groups]
 
     def save(self, transfers: Sequence[BlockTransfer]) -> None:
         """Copy blocks to their slots."""
-        for group, part, blocks in self._parts(transfers):
-            for flat, start, stop in self._pieces[group]:
-                self._carrier[: len(part), start:stop] = flat.index_select(0, blocks)
-            size = self._pieces[group][-1][2]
+        for mover, part, blocks in self._parts(transfers):
+            mover.gather(blocks, self._carrier)
             for row, transfer in enumerate(part):
-                slot = self._memory[transfer.slot, :size]
-                slot.copy_(self._carrier[row, :size], non_blocking=True)
+                slot = self._memory[transfer.slot, : mover.words]
+                slot.copy_(self._carrier[row, : mover.words], non_blocking=True)
 
     def load(self, transfers: Sequence[BlockTransfer]) -> None:
         """Copy slots to their blocks."""
-        for group, part, blocks in self._parts(transfers):
-            size = self._pieces[group][-1][2]
+        for mover, part, blocks in self._parts(transfers):
             for row, transfer in enumerate(part):
-                slot = self._memory[transfer.slot, :size]
-                self._carrier[row, :size].copy_(slot, non_blocking=True)
-            for flat, start, stop in self._pieces[group]:
-                flat.index_copy_(0, blocks, self._carrier[: len(part), start:stop])
+                slot = self._memory[transfer.slot, : mover.words]
+                self._carrier[row, : mover.words].copy_(slot, non_blocking=True)
+            mover.scatter(blocks, self._carrier)
 
     def _parts(
         self, transfers: Sequence[BlockTransfer]
-    ) -> list[tuple[int, list[BlockTransfer], Tensor]]:
+    ) -> list[tuple[_TorchMover | _LaunchedMover, list[BlockTransfer], Tensor]]:
         """Transfers of one group each, as many as are carried at a time, with their blocks."""
         import torch
 
         parts = []
-        for group in range(len(self._pieces)):
+        for group, mover in enumerate(self._movers):
             own = [transfer for transfer in transfers if transfer.group == group]
             for at in range(0, len(own), len(self._carrier)):
                 part = own[at : at + len(self._carrier)]
                 blocks = torch.tensor([t.block for t in part], pin_memory=self._pinned)
-                parts.append((group, part, blocks.to(self._device, non_blocking=True)))
+                parts.append((mover, part, blocks.to(self._device, non_blocking=True)))
         return parts
 
 
@@ -104,3 +94,43 @@ def _buffers(pool: KvPool, layers: Sequence[int]) -> list[Tensor]:
         for layer in layers
         for buffer in (pool.keys[layer], pool.values[layer], *pool.scales.get(layer, ()))
     ]
+
+
+class _TorchMover:
+    """Moves words of blocks between a group's buffers and packed ones, a buffer at a time.
+
+    Attributes:
+        words: of a packed block.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], word: torch.dtype) -> None:
+        self._pieces: list[tuple[Tensor, slice]] = []
+        self.words = 0
+        for buffer in buffers:
+            flat = buffer.flatten(1).view(word)
+            self._pieces.append((flat, slice(self.words, self.words + flat.shape[1])))
+            self.words += flat.shape[1]
+
+    def gather(self, blocks: Tensor, packed: Tensor) -> None:
+        for flat, place in self._pieces:
+            packed[: len(blocks), place] = flat.index_select(0, blocks)
+
+    def scatter(self, blocks: Tensor, packed: Tensor) -> None:
+        for flat, place in self._pieces:
+            flat.index_copy_(0, blocks, packed[: len(blocks), place])
+
+
+class _LaunchedMover:
+    """The same in one launch, on a GPU."""
+
+    def __init__(self, buffers: Sequence[Tensor], word: torch.dtype) -> None:
+        from asyncllm.kernels.cuda import blocks as kernel
+
+        self._kernel, self._group = kernel, kernel.pieces(buffers)
+        self.words = self._group.words
+
+    def gather(self, blocks: Tensor, packed: Tensor) -> None:
+        self._kernel.gather(self._group, blocks, packed)
+
+    def scatter(self, blocks: Tensor, packed: Tensor) -> None:
+        self._kernel.scatter(self._group, blocks, packed)

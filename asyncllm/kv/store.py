@@ -21,7 +21,7 @@ from asyncllm.kv.prefix import Prefix
 from asyncllm.kv.store_file import FileLayer, Mode, StoreFile, open_file
 from asyncllm.kv.store_index import ExtentIndex
 from asyncllm.kv.store_layout import Header, Layout, NotAStore, Superblock
-from asyncllm.kv.store_thread import PatchJob, ReadJob, StoreThread, WriteJob
+from asyncllm.kv.store_thread import PatchJob, ReadJob, StoreThreads, WriteJob
 from asyncllm.scheduler.step import BlockTransfer
 
 # Staging memory, and how many slots there are at least and at most, whatever a block's size.
@@ -32,7 +32,6 @@ MOST_SLOTS: Final = 512
 STAMPS_EVERY_S: Final = 1.0  # how old the file's recency stamps may get
 CLOSE_PATIENCE_S: Final = 1.5  # for what is queued when the store is closed
 MOST_FAULTS: Final = 3  # in a row, after which the store is given up
-WEIGHT_OF_NEWEST: Final = 0.2
 
 # After these nothing can be written any more, while reading may go on.
 _UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOENT})
@@ -56,10 +55,10 @@ class BlockStore:
         slots: staging memory, each large enough for a block of any group.
         mode: `"ro"` writes nothing.
         reset: replace another model's store, or a damaged one.
+        readers: threads that read.
         layer: system calls.
 
     Attributes:
-        bytes_per_s: what reading and verifying was measured to take; `None` before the first.
         hit_blocks: blocks read and verified since it was opened.
         written_blocks: blocks written.
         rejected_blocks: reads that did not verify.
@@ -83,6 +82,7 @@ class BlockStore:
         slots: Sequence[memoryview],
         mode: Mode = "rw",
         reset: bool = False,
+        readers: int = 1,
         layer: FileLayer | None = None,
     ) -> None:
         layout = Layout.within(limit_bytes, block_tokens, extent_bytes)
@@ -92,7 +92,6 @@ class BlockStore:
                 f"kv_store_bytes={limit_bytes}: one block takes {least} bytes with its tables"
             )
         self.path = path
-        self.bytes_per_s: float | None = None
         self._free_slots = list(range(len(slots)))
         self._for_writes = len(slots) // 2  # so that writing never keeps reads from having any
         self._writing: dict[tuple[int, bytes], None] = {}  # what is in a slot on its way out
@@ -105,7 +104,7 @@ class BlockStore:
         self._stamps_changed = False
         self._readable, self._writable = False, False
         self._indexes: list[ExtentIndex] = []
-        self._thread: StoreThread | None = None
+        self._thread: StoreThreads | None = None
         try:
             file, superblock = open_file(
                 path, Superblock(fingerprint, name, layout), mode=mode, reset=reset, layer=layer
@@ -120,7 +119,7 @@ class BlockStore:
             file.close()
             self._fault("open", error)
             return
-        self._thread = StoreThread(file, self._layout, fingerprint, slots)
+        self._thread = StoreThreads(file, self._layout, fingerprint, slots, readers)
         self._readable, self._writable = True, mode == "rw"
 
     # What it has.
@@ -260,10 +259,6 @@ class BlockStore:
         self._reading -= 1
         if job.good and self._readable:
             self.hit_blocks += 1
-            if job.seconds > 0:
-                rate = job.header.length / job.seconds
-                before = self.bytes_per_s or rate
-                self.bytes_per_s = before + WEIGHT_OF_NEWEST * (rate - before)
             return job.slot
         self.free(job.slot)
         index = self._indexes[job.group]

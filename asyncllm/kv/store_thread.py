@@ -1,7 +1,9 @@
-"""The thread that reads and writes a block store's file.
+"""The threads that read and write a block store's file.
 
-It touches the file and the staging slots that jobs name, nothing else. Reads go before writes: no
-job reads what a waiting one will write, since a block is only known once it was written.
+They touch the file and the staging slots that jobs name, nothing else. Reads go before writes: no
+job reads what a waiting one will write, since a block is only known once it was written. One thread
+writes, in order; others may help it to read. A read that meets the writing of what its extent is to
+hold next does not verify, and nobody asks for that block any more.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -32,7 +33,6 @@ class ReadJob:
         owner: whoever asked; the thread does not look.
         good: whether the bytes are there, and those that the header means.
         fault: what the system said otherwise, if it did.
-        seconds: what it took.
     """
 
     group: int
@@ -42,7 +42,6 @@ class ReadJob:
     owner: Any
     good: bool = False
     fault: Exception | None = None
-    seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -76,22 +75,28 @@ class PatchJob:
 Job = ReadJob | WriteJob | PatchJob
 
 
-class StoreThread:
-    """Does jobs and hands them back.
+class StoreThreads:
+    """They do jobs and hand them back.
 
     Args:
-        file: read and written by this thread alone from now on; closed by it at its end.
+        file: read and written by these threads alone from now on; closed by them at their end.
         layout: of the file.
         fingerprint: of the store.
         slots: staging memory, each large enough for a block of any group.
+        readers: threads that read, the one that writes among them.
 
     Attributes:
-        done: jobs that ended, in their order; the engine thread takes them out.
-        wake: called on the thread whenever a job has ended.
+        done: jobs that ended, as they did; the engine thread takes them out.
+        wake: called on a thread whenever a job has ended.
     """
 
     def __init__(
-        self, file: StoreFile, layout: Layout, fingerprint: bytes, slots: Sequence[memoryview]
+        self,
+        file: StoreFile,
+        layout: Layout,
+        fingerprint: bytes,
+        slots: Sequence[memoryview],
+        readers: int = 1,
     ) -> None:
         self.done: deque[Job] = deque()
         self.wake: Callable[[], object] = lambda: None
@@ -101,43 +106,56 @@ class StoreThread:
         self._writes: deque[Job] = deque()
         self._ready = threading.Condition()
         self._closing = False
-        # A daemon: a disk that never answers must not keep a process from ending. It holds no
-        # lock and calls nothing but the system while it waits.
-        self._thread = threading.Thread(target=self._run, name="asyncllm-store", daemon=True)
-        self._thread.start()
+        # Daemons: a disk that never answers must not keep a process from ending. They hold no
+        # lock and call nothing but the system while they wait.
+        self._helpers = [self._begin(self._read, number) for number in range(1, readers)]
+        self._thread = self._begin(self._run, 0)
+
+    def _begin(self, work: Callable[[], None], number: int) -> threading.Thread:
+        thread = threading.Thread(target=work, name=f"asyncllm-store-{number}", daemon=True)
+        thread.start()
+        return thread
 
     def put(self, job: Job) -> None:
         """Queue a job; never waits for the disk."""
         with self._ready:
             (self._reads if isinstance(job, ReadJob) else self._writes).append(job)
-            self._ready.notify()
+            self._ready.notify_all()
 
     def close(self, patience_s: float) -> None:
         """Do what is queued, close the file and end; whatever the disk does, return in time."""
         with self._ready:
             self._closing = True
-            self._ready.notify()
+            self._ready.notify_all()
         self._thread.join(patience_s)
 
     def _run(self) -> None:
         try:
-            while (job := self._next()) is not None:
-                try:
-                    perform(job, self._file, self._layout, self._fingerprint, self._slots)
-                except Exception as error:  # a fault of the disk is told, whatever it looks like
-                    job.fault = error
-                self.done.append(job)
-                self.wake()
+            while (job := self._next(self._reads, self._writes)) is not None:
+                self._do(job)
         finally:
+            for helper in self._helpers:
+                helper.join()  # a file that is closed under a read is another file's number
             self._file.close()
 
-    def _next(self) -> Job | None:
+    def _read(self) -> None:
+        while (job := self._next(self._reads)) is not None:
+            self._do(job)
+
+    def _do(self, job: Job) -> None:
+        try:
+            perform(job, self._file, self._layout, self._fingerprint, self._slots)
+        except Exception as error:  # a fault of the disk is told, whatever it looks like
+            job.fault = error
+        self.done.append(job)
+        self.wake()
+
+    def _next(self, *queues: deque[Job]) -> Job | None:
+        """The next job of the first queue that has one; `None` at the end."""
         with self._ready:
-            while not (self._reads or self._writes or self._closing):
+            while not (any(queues) or self._closing):
                 self._ready.wait()
-            if self._reads:
-                return self._reads.popleft()
-            return self._writes.popleft() if self._writes else None
+            return next((queue.popleft() for queue in queues if queue), None)
 
 
 def perform(
@@ -160,10 +178,8 @@ def perform(
     place = layout.extent_offset(job.group, job.extent)
     data = slots[job.slot][: job.header.length]
     if isinstance(job, ReadJob):
-        started = perf_counter()
         whole = file.read(data, place) == len(data)
         job.good = whole and xxh3_64_intdigest(data) == job.header.checksum
-        job.seconds = perf_counter() - started
         return
     job.header = job.header._replace(checksum=xxh3_64_intdigest(data))
     seed = header_seed(fingerprint, job.group, job.extent)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from asyncllm.scheduler.step import Runner
 
 
+READERS = 6  # more were not measured
+
+
 @dataclass(slots=True)
 class Backend:
     """The choice, made before weights are read.
@@ -57,6 +60,11 @@ class Backend:
     def packs(self) -> bool:
         """Whether weights are brought into another form."""
         return self.library is not None
+
+    @property
+    def readers(self) -> int:
+        """Threads that read a block store: a GPU leaves cores to them."""
+        return 1 if self.device == "cpu" else max(1, min(READERS, (os.cpu_count() or 2) // 2))
 
     @property
     def kv_layout(self) -> str:

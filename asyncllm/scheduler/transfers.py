@@ -30,6 +30,9 @@ SAVED_BYTES_A_STEP: Final = 8 << 20
 # For how long sequences wait for a disk that gives no block.
 PATIENCE_S: Final = 5.0
 
+# What an earlier time of reading counts against the newest.
+WEIGHT_OF_BEFORE: Final = 0.8
+
 # Adoptions that computing was faster than, after which one is tried all the same: disks and what
 # the system has of a file in memory change.
 RETRY_AFTER: Final = 16
@@ -84,6 +87,9 @@ class Transfers:
         store: of this model.
         groups: layer groups, for the bytes of their blocks.
         prompt_rate: prompt tokens a second that steps were measured to compute, if any were.
+
+    Attributes:
+        bytes_per_s: what came in while any sequence adopted; `None` before the first.
     """
 
     def __init__(
@@ -102,6 +108,10 @@ class Transfers:
         self._adoptions: dict[int, Adoption] = {}  # by sequence id
         self._expected: dict[_Key, Adoption] = {}  # what is about to be in the pool
         self._moved_at = 0.0  # when a read last ended, or had nothing before it
+        self._began = 0.0  # when the first of those that adopt now began to
+        self._bytes = 0  # that arrived since
+        self._measured = (0.0, 0.0)  # bytes, and seconds in which they came
+        self.bytes_per_s: float | None = None
         self._refused = 0
 
     # What waits.
@@ -144,7 +154,7 @@ class Transfers:
         return Match(near.tokens, near.first, near.blocks, shortened=reason)
 
     def _is_faster(self, nbytes: int, tokens: int) -> bool:
-        reading, computing = self.store.bytes_per_s, self._prompt_rate()
+        reading, computing = self.bytes_per_s, self._prompt_rate()
         if reading is None or computing is None or nbytes / reading < tokens / computing:
             return True
         self._refused += 1
@@ -183,7 +193,8 @@ class Transfers:
             adoption.missing.add((group, chain[number]))
             self._expected[group, chain[number]] = adoption
         if not self._adoptions:
-            self._moved_at = perf_counter()
+            self._moved_at = self._began = perf_counter()
+            self._bytes = 0
         self._adoptions[sequence.sequence_id] = adoption
         self._ask()
 
@@ -214,6 +225,7 @@ class Transfers:
             adoption: Adoption = fetch.adoption
             adoption.reading -= 1
             self._moved_at = now
+            self._bytes += self._block_bytes[fetch.group]
             if slot is not None and not adoption.abandoned:
                 self._loads.append((fetch, slot))
             elif slot is None:
@@ -231,7 +243,19 @@ class Transfers:
         for adoption in over:
             if not adoption.failed:
                 del self._adoptions[adoption.sequence.sequence_id]
+        if over and not self._adoptions:
+            self._measure(now - self._began)
         return over
+
+    def _measure(self, seconds: float) -> None:
+        """Learn from a time in which sequences adopted; the longest tell most."""
+        nbytes, before = self._measured
+        self._measured = (
+            WEIGHT_OF_BEFORE * nbytes + self._bytes,
+            WEIGHT_OF_BEFORE * before + seconds,
+        )
+        if self._measured[1] > 0:
+            self.bytes_per_s = self._measured[0] / self._measured[1]
 
     def _ask(self) -> None:
         """Have read what slots are free for, for the oldest first."""
